@@ -1,0 +1,82 @@
+"""The sections around the training step: distributed, checkpoint, metrics, profiling."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attrs import field, frozen
+
+from forge.config.checks import boolean, integer, number, optional, text
+from forge.errors import ConfigError
+
+
+@frozen
+class DistributedConfig:
+    """Size of each dimension of the device mesh; their product is the world size."""
+
+    SECTION: ClassVar[str] = "distributed"
+
+    dp_replicate: int = field(default=1, validator=integer(least=1))
+    """Replicas of the model."""
+    dp_shard: int = field(default=-1, validator=integer(least=-1))
+    """Ranks that share one replica's parameters, gradients and optimizer state; -1 = the rest of the world."""
+    tp: int = field(default=1, validator=integer(least=1))
+    """Tensor parallel ranks."""
+    pp: int = field(default=1, validator=integer(least=1))
+    """Pipeline stages."""
+    cp: int = field(default=1, validator=integer(least=1))
+    """Context parallel ranks: a sequence is cut over them."""
+    ep: int = field(default=1, validator=integer(least=1))
+    """Expert parallel ranks."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.dp_shard == 0:
+            raise ConfigError("distributed.dp_shard must be -1 (the rest) or >= 1, got 0")
+
+
+@frozen
+class CheckpointConfig:
+    """When a run is saved, and what is kept. The last step is always saved."""
+
+    SECTION: ClassVar[str] = "checkpoint"
+
+    interval: int = field(default=0, validator=integer(least=0))
+    """Updates between checkpoints; 0 = only the last one."""
+    keep_last_n: int = field(default=2, validator=integer(least=1))
+    """Newest checkpoints kept."""
+    keep_every: int = field(default=0, validator=integer(least=0))
+    """Steps divisible by this are milestones and never removed; 0 = no milestones."""
+
+
+@frozen
+class MetricsConfig:
+    """What a run reports, and where."""
+
+    SECTION: ClassVar[str] = "metrics"
+
+    log_interval: int = field(default=10, validator=integer(least=1))
+    """Updates between log lines."""
+    jsonl: bool = field(default=True, validator=boolean())
+    """Write metrics.jsonl, one strict JSON object a line."""
+    tensorboard: bool = field(default=True, validator=boolean())
+    """Write TensorBoard events."""
+    wandb_project: str | None = field(default=None, validator=optional(text()))
+    """Weights & Biases project; unset = off."""
+    ema_decay: float = field(default=0.95, validator=number(least=0, most=0.999999))
+    """Decay of the smoothed loss, bias-corrected."""
+    peak_tflops: float | None = field(default=None, validator=optional(number(above=0)))
+    """Peak of one device for MFU; unset = by the device's name, or measured on a CPU."""
+
+
+@frozen
+class ProfilingConfig:
+    """A window of steps under torch.profiler, and a CUDA memory snapshot."""
+
+    SECTION: ClassVar[str] = "profiling"
+
+    start_step: int = field(default=10, validator=integer(least=1))
+    """First step of the window."""
+    steps: int = field(default=0, validator=integer(least=0))
+    """Steps in the window, written to <run-dir>/profile; 0 = no profiling."""
+    memory_snapshot_step: int | None = field(default=None, validator=optional(integer(least=1)))
+    """Step at which the CUDA allocator's history is written; unset = never."""

@@ -1,0 +1,72 @@
+"""The `train` section: how long, how much at once, in which precision, with which loss."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from attrs import field, frozen
+
+from forge.config.checks import boolean, each, integer, number, one_of, optional, text
+
+
+@frozen
+class FreezeStage:
+    """From update `start_step` on, the parameters that match `patterns` are frozen or trained again.
+
+    Stages act in order of their position; the last one that matches a parameter decides.
+    """
+
+    SECTION: ClassVar[str] = "train.freeze"
+
+    patterns: tuple[str, ...] = field(validator=each(text()))
+    """fnmatch patterns over parameter names, or an alias: all, embeddings, head, norms, attention, mlp, blocks."""
+    frozen: bool = field(default=True, validator=boolean())
+    """Freeze, or train again."""
+    start_step: int = field(default=0, validator=integer(least=0))
+    """First update at which the stage holds."""
+
+
+@frozen
+class TrainConfig:
+    """The training step and how often it is taken."""
+
+    SECTION: ClassVar[str] = "train"
+
+    steps: int = field(default=1000, validator=integer(least=1))
+    """Updates in all."""
+    seq_len: int = field(default=1024, validator=integer(least=1))
+    """Tokens a sequence."""
+    global_batch_size: int = field(default=32, validator=integer(least=1))
+    """Sequences an update, over all devices."""
+    micro_batch_size: int = field(default=8, validator=integer(least=1))
+    """Sequences a device takes through one forward pass."""
+    seed: int = field(default=0, validator=integer(least=0))
+    """Seed of the initial weights."""
+    data_seed: int = field(default=0, validator=integer(least=0))
+    """Seed of the data order."""
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", validator=one_of("auto", "cpu", "cuda"))
+    """Where to train; auto = the first CUDA device, else the CPU."""
+    precision: Literal["auto", "fp32", "bf16"] = field(default="auto", validator=one_of("auto", "fp32", "bf16"))
+    """Dtype of the forward and backward pass; auto = bf16 on CUDA, fp32 on a CPU. The loss is always fp32."""
+    param_dtype: Literal["fp32", "bf16"] = field(default="fp32", validator=one_of("fp32", "bf16"))
+    """Dtype of the stored parameters; bf16 ones are updated through fp32 masters in the optimizer state."""
+    grad_clip_norm: float | None = field(default=1.0, validator=optional(number(above=0)))
+    """Longest global gradient norm; unset = no clipping."""
+    loss: Literal["fused", "chunked", "plain"] = field(default="fused", validator=one_of("fused", "chunked", "plain"))
+    """fused makes head and gradient chunk by chunk and never holds the logits; plain differentiates any number of times."""
+    loss_chunk_size: int = field(default=1024, validator=integer(least=1))
+    """Tokens a chunk of the fused and chunked loss."""
+    z_loss_weight: float = field(default=0.0, validator=number(least=0))
+    """Weight of logsumexp(logits)^2 over target tokens (PaLM 2022, sec. 5: 1e-4)."""
+    label_smoothing: float = field(default=0.0, validator=number(least=0, most=0.999999))
+    """Share of each target spread evenly over the vocabulary."""
+    activation_checkpointing: Literal["none", "full"] = field(default="none", validator=one_of("none", "full"))
+    """full recomputes each block in the backward pass and keeps only its input."""
+    compile: bool = field(default=False, validator=boolean())
+    """torch.compile, block by block."""
+    deterministic: bool = field(default=False, validator=boolean())
+    """Refuse kernels whose result depends on scheduling."""
+    max_consecutive_skips: int = field(default=10, validator=integer(least=1))
+    """Updates skipped in a row for a non-finite gradient before the run stops."""
+    freeze: tuple[FreezeStage, ...] = field(default=())
+    """Frozen parameters by stage (TOML: [[train.freeze]])."""

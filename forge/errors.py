@@ -1,0 +1,40 @@
+"""What can go wrong because of what a user asked for, as one line each.
+
+The command line prints the message of a `ForgeError` and exits with status 2; anything else is a bug and
+keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ForgeError(Exception):
+    """A mistake of the user's: the message names the thing and the remedy, in one line."""
+
+
+class ConfigError(ForgeError):
+    """A key, a value, or a combination of them that cannot work."""
+
+
+class DataError(ForgeError):
+    """Data that is missing, damaged, too short, or does not fit the model."""
+
+
+class CheckpointError(ForgeError):
+    """A checkpoint that cannot be read, written, or used with this config."""
+
+
+class RunError(ForgeError):
+    """A run that cannot go on: an unwritable folder, too many bad steps, a missing device."""
+
+
+class DonatedError(ForgeError):
+    """A `TrainState` was used after a train step took its storage (`donate=True`)."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'dim'?)` for the nearest known word, or an empty string."""
+    nearest = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean '{nearest[0]}'?)" if nearest else ""
