@@ -1,0 +1,39 @@
+"""One pre-norm transformer block."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from forge.config import ModelConfig
+from forge.model.attention import Attention, KeyValue
+from forge.model.mlp import MLP
+from forge.model.norm import build_norm
+from forge.model.rope import RotaryTable
+
+
+class BlockOutput(NamedTuple):
+    """What a block leaves besides the residual stream."""
+
+    cache: KeyValue | None  # keys and values, where a past was given
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attn_norm = build_norm(config)
+        self.attn = Attention(config)
+        self.mlp_norm = build_norm(config)
+        self.mlp = MLP(config, config.ffn_width)
+
+    def forward(
+        self, x: Tensor, rotary: RotaryTable | None, mask: Tensor | None, past: KeyValue | None = None
+    ) -> tuple[Tensor, BlockOutput]:
+        """x (B, S, dim) -> (B, S, dim) and the rest."""
+        mixed, cache = self.attn(self.attn_norm(x), rotary, mask, past)
+        x = x + mixed
+        x = x + self.mlp(self.mlp_norm(x))
+        return x, BlockOutput(cache=cache)

@@ -1,0 +1,209 @@
+"""Head and cross entropy in one: the gradient is made chunk by chunk in the forward pass, the logits never exist.
+
+Peak memory is one chunk of logits instead of (tokens, vocabulary), and the softmax is computed once instead of twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.autograd.function import Function, FunctionCtx
+from torch.nn import functional as F
+
+from forge.errors import ForgeError
+from forge.model.head import soft_cap
+
+IGNORE = -100
+
+
+@frozen
+class LossOptions:
+    """What is added to plain cross entropy."""
+
+    z_loss_weight: float = 0.0
+    label_smoothing: float = 0.0
+    logit_softcap: float | None = None
+
+
+class TokenLosses(NamedTuple):
+    """Losses of N positions; zero where the label is ignored."""
+
+    total: Tensor  # fp32 (): sum of the objective, the differentiable one
+    ce: Tensor  # fp32 (N,): cross entropy, without smoothing
+    squared_lse: Tensor  # fp32 (N,): logsumexp(logits)^2, the z-loss before its weight
+
+
+def token_losses(logits: Tensor, labels: Tensor, options: LossOptions) -> TokenLosses:
+    """Losses from fp32 logits (N, V), already capped, and int64 labels (N,); differentiable any number of times.
+
+    Smoothing follows `F.cross_entropy(label_smoothing=)`, the z-loss PaLM (Chowdhery et al. 2022, sec. 5).
+    """
+    target = labels != IGNORE
+    log_probs = F.log_softmax(logits, dim=-1)
+    at = labels.where(target, 0).unsqueeze(-1)
+    ce = -log_probs.gather(-1, at).squeeze(-1)
+    lse = logits.gather(-1, at).squeeze(-1) + ce
+    ce, squared_lse = ce.where(target, 0.0), lse.square().where(target, 0.0)
+    total = ce.sum()
+    if options.label_smoothing:
+        even = -log_probs.mean(dim=-1).where(target, 0.0).sum()
+        total = (1 - options.label_smoothing) * total + options.label_smoothing * even
+    if options.z_loss_weight:
+        total = total + options.z_loss_weight * squared_lse.sum()
+    return TokenLosses(total, ce.detach(), squared_lse.detach())
+
+
+def fused_losses(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, chunk: int) -> TokenLosses:
+    """Losses of hidden states (N, dim) under the head weight (V, dim), once differentiable in both.
+
+    Works in fp32 or bf16 (products and log-sum-exp in fp32), under `torch.func.grad`, `vmap` and `torch.compile`.
+
+    Args:
+        labels: int64 (N,), IGNORE = not a target.
+        chunk: tokens whose logits exist at a time.
+    """
+    wants_hidden, wants_weight = hidden.requires_grad, weight.requires_grad
+    if not torch.is_grad_enabled() or not (wants_hidden or wants_weight):
+        wants_hidden = wants_weight = False
+    total, ce, squared_lse, _, _ = _FusedLosses.apply(hidden, weight, labels, options, chunk, wants_hidden, wants_weight)
+    return TokenLosses(total, ce, squared_lse)
+
+
+class _FusedLosses(Function):
+    """Returns (total, ce, squared_lse, d total / d hidden, d total / d weight)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        options: LossOptions,
+        chunk: int,
+        wants_hidden: bool,
+        wants_weight: bool,
+    ) -> tuple[Tensor, ...]:
+        return _forward_and_gradient(hidden, weight, labels, options, chunk, wants_hidden, wants_weight)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # type: ignore[override]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[3:], *inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_hidden, grad_weight, hidden, weight = ctx.saved_tensors
+        # Compiled code has no second derivative to refuse, and Dynamo cannot trace one Function inside another.
+        scale = _scale if torch.compiler.is_compiling() else _Scale.apply
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        return (
+            scale(grad_total, grad_hidden, hidden, weight) if needs_hidden else None,
+            scale(grad_total, grad_weight, hidden, weight) if needs_weight else None,
+            None, None, None, None, None,
+        )  # fmt: skip
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """One call a sample: each is a few large matrix products, which batching would not speed up."""
+
+        def pick(arg: Any, dim: int | None, i: int) -> Any:
+            return arg if dim is None else arg.select(dim, i)
+
+        rows = [
+            _FusedLosses.apply(*(pick(arg, dim, i) for arg, dim in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * 5
+
+
+def _scale(factor: Tensor, value: Tensor, *depends_on: Tensor) -> Tensor:
+    return value * factor.to(value.dtype)
+
+
+class _Scale(Function):
+    """`_scale`, whose own derivative is refused: value is a gradient whose dependence on its inputs is lost."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(factor: Tensor, value: Tensor, *depends_on: Tensor) -> Tensor:  # type: ignore[override]
+        return _scale(factor, value)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:  # type: ignore[override]
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:  # type: ignore[override]
+        raise ForgeError(
+            "the fused loss can be differentiated once: for second derivatives choose --train.loss plain"
+        )
+
+
+def _forward_and_gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    options: LossOptions,
+    chunk: int,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, ...]:
+    tokens, vocab = hidden.shape[0], weight.shape[0]
+    total = hidden.new_zeros((), dtype=torch.float32)
+    ce, squared_lse = hidden.new_zeros(2, tokens, dtype=torch.float32)
+    grad_hidden = torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0)
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else weight.new_empty(0)
+    low = hidden.is_cuda and hidden.dtype != torch.float32
+    head = weight if low else weight.float()
+    # One pair of buffers for all chunks: fresh ones would cost a page fault for every 4 KiB of logits.
+    logits_buffer, log_probs_buffer = hidden.new_empty(2, min(chunk, tokens), vocab, dtype=torch.float32)
+    for start in range(0, tokens, chunk):
+        rows = slice(start, min(start + chunk, tokens))
+        states = hidden[rows] if low else hidden[rows].float()
+        logits = _mm(states, head.T, logits_buffer[: states.shape[0]])
+        logits = soft_cap(logits, options.logit_softcap)
+        target = labels[rows] != IGNORE
+        at = labels[rows].where(target, 0).unsqueeze(-1)
+        log_probs = torch.log_softmax(logits, dim=-1, out=log_probs_buffer[: states.shape[0]])
+        nll = -log_probs.gather(-1, at).squeeze(-1)
+        lse = logits.gather(-1, at).squeeze(-1) + nll
+        ce[rows], squared_lse[rows] = nll.where(target, 0.0), lse.square().where(target, 0.0)
+        loss = ce[rows].sum()
+        smooth = options.label_smoothing
+        if smooth:
+            loss = (1 - smooth) * loss + smooth * (lse - logits.mean(dim=-1)).where(target, 0.0).sum()
+        total += loss + options.z_loss_weight * squared_lse[rows].sum()
+        if not (wants_hidden or wants_weight):
+            continue
+        gradient = log_probs.exp_()  # of the total in the logits: p (1 + 2 z lse) - smoothed target
+        if options.z_loss_weight:
+            gradient *= (1 + 2 * options.z_loss_weight * lse).unsqueeze(-1)
+        if smooth:
+            gradient -= smooth / vocab
+        gradient.scatter_add_(-1, at, torch.full_like(at, -(1 - smooth), dtype=torch.float32))
+        if options.logit_softcap is not None:
+            gradient *= 1 - (logits / options.logit_softcap).square()
+        gradient *= target.unsqueeze(-1)
+        gradient = gradient.to(head.dtype)
+        if wants_hidden:
+            grad_hidden[rows] = gradient @ head
+        if wants_weight:
+            grad_weight = _add_mm(grad_weight, gradient.T, states)
+    return total, ce, squared_lse, grad_hidden, grad_weight.to(weight.dtype)
+
+
+def _mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """left @ right into fp32 `out`; low precision only on CUDA, whose products can accumulate into fp32."""
+    if left.dtype == torch.float32:
+        return torch.mm(left, right, out=out)
+    return torch.mm(left, right, out_dtype=torch.float32, out=out)
+
+
+def _add_mm(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """total + left @ right, fp32."""
+    if left.dtype == torch.float32:
+        return total.addmm_(left, right)
+    return total.add_(torch.mm(left, right, out_dtype=torch.float32))

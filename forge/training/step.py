@@ -1,0 +1,87 @@
+"""The training step: one body for every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from forge.config import JobConfig
+from forge.pytree import tree_norm
+from forge.training.grad import ValueAndGrad, clip_factor
+from forge.training.loss import LossSums
+from forge.training.optimizer import Optimizer, apply_update
+from forge.training.state import Batch, StepResult, TrainState, take
+
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepResult]]
+Schedule = Callable[[Tensor], Tensor]
+
+
+def build_train_step(
+    config: JobConfig,
+    *,
+    value_and_grad: ValueAndGrad,
+    optimizer: Optimizer,
+    schedule: Schedule,
+    donate: bool = False,
+) -> TrainStep:
+    """Build `train_step(state, batch) -> (state, StepResult)`.
+
+    An update with a non-finite loss or gradient, or without a single target, is skipped: parameters, optimizer state and
+    token count stay as they are, `skipped` is true, and the step counter moves on to the next batch. All of it is
+    decided on the device.
+
+    Args:
+        config: gives `optimizer.lr` and `train.grad_clip_norm`.
+        value_and_grad: the seam that knows about devices; see `forge.training.grad`.
+        optimizer: (init, update) and what goes with them.
+        schedule: multiplier of the base learning rate at update n, from 0.
+        donate: let the step reuse the storage of the state that it is given, which is dead then (`DonatedError`).
+            With False nothing is written in place and the step is a pure function under `torch.func`.
+    """
+    base_lr, max_norm = config.optimizer.lr, config.train.grad_clip_norm
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepResult]:
+        if donate:
+            state = take(state)
+        lr = (base_lr * schedule(state.step)).to(torch.float32)
+        sums, grads = value_and_grad(state.params, state.extras, batch)
+        grad_norm = tree_norm(grads)
+        good = torch.isfinite(grad_norm) & torch.isfinite(sums.total) & (sums.tokens > 0)
+        params, opt_state = apply_update(
+            optimizer,
+            grads,
+            state.opt_state,
+            state.params,
+            lr=lr,
+            scale=clip_factor(grad_norm, max_norm),
+            ok=good,
+            donate=donate,
+        )
+        after = TrainState(
+            step=state.step + 1,
+            tokens=state.tokens + sums.tokens * good,
+            params=params,
+            opt_state=opt_state,
+            extras=state.extras,
+        )
+        return after, _result(sums, grad_norm, lr, ~good)
+
+    return train_step
+
+
+def _result(sums: LossSums, grad_norm: Tensor, lr: Tensor, skipped: Tensor) -> StepResult:
+    targets = sums.tokens.clamp(min=1)
+    return StepResult(
+        loss=sums.total / targets,
+        ce_loss=sums.ce / targets,
+        z_loss=sums.z / targets,
+        aux_loss=sums.aux / targets,
+        grad_norm=grad_norm,
+        lr=lr,
+        tokens=sums.tokens,
+        skipped=skipped,
+        source_loss=sums.source_ce,
+        source_tokens=sums.source_tokens,
+    )
