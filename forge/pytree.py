@@ -34,14 +34,18 @@ def register_node(cls: type[T]) -> type[T]:
         path_entry_type=optree.GetAttrEntry,
         namespace=NAMESPACE,
     )
+    # torch's pytrees count None as a leaf and `torch.func` refuses such leaves: an absent field is no child there.
+    def present(node: Any) -> tuple[str, ...]:
+        return tuple(name for name in names if getattr(node, name) is not None)
+
     torch_pytree.register_pytree_node(
         cls,
-        lambda node: (list(children(node)), None),
-        lambda values, _: cls(*values),
+        lambda node: ([getattr(node, name) for name in present(node)], present(node)),
+        lambda values, kept: cls(**{name: None for name in names} | dict(zip(kept, values, strict=True))),
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         flatten_with_keys_fn=lambda node: (
-            [(torch_pytree.GetAttrKey(name), getattr(node, name)) for name in names],
-            None,
+            [(torch_pytree.GetAttrKey(name), getattr(node, name)) for name in present(node)],
+            present(node),
         ),
     )
     return cls

@@ -1,0 +1,169 @@
+"""The seam: micro-batches never change the gradient, every backend agrees, and no gradient is silently wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.config import ModelConfig, TrainConfig
+from forge.errors import DataError
+from forge.model import build_model, init_params
+from forge.pytree import tree_map, tree_norm
+from forge.training.checkpointing import apply_activation_checkpointing
+from forge.training.grad import build_value_and_grad, clip_factor
+from forge.training.loss import build_loss_fn
+from forge.training.state import IGNORE, Batch
+
+MODEL = ModelConfig(dim=16, n_layers=2, n_heads=2, vocab_size=13, max_seq_len=16)
+PARAMS = init_params(build_model(MODEL), evolve(MODEL, init_std=0.2), 0)
+
+
+def _seam(transform="backward", checkpointing=False, loss="fused", **options):
+    model = build_model(MODEL)
+    if checkpointing:
+        apply_activation_checkpointing(model)
+    loss_fn = build_loss_fn(TrainConfig(loss=loss), MODEL)
+    return build_value_and_grad(model, loss_fn, vocab_size=13, transform=transform, **options)
+
+
+def _batch(accumulation=1, sequences=4, length=6, seed=0, ignored=0.3) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 13, (accumulation, sequences, length), generator=generator)
+    labels = torch.randint(0, 13, ids.shape, generator=generator)
+    labels[torch.rand(ids.shape, generator=generator) < ignored] = IGNORE
+    return Batch(ids, labels)
+
+
+def _regroup(batch: Batch, accumulation: int) -> Batch:
+    return tree_map(lambda x: x.reshape(accumulation, -1, *x.shape[2:]), batch)
+
+
+def _assert_same(left, right, rtol=1e-4, atol=1e-6):
+    torch.testing.assert_close(left[1], right[1], rtol=rtol, atol=atol)
+    torch.testing.assert_close(left[0].total, right[0].total, rtol=rtol, atol=1e-5)
+    assert left[0].tokens == right[0].tokens
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    accumulation=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 99),
+    ignored=st.sampled_from([0.0, 0.5, 0.95]),
+    transform=st.sampled_from(["backward", "func"]),
+)
+def test_accumulation_does_not_change_the_gradient(accumulation, seed, ignored, transform):
+    batch = _batch(seed=seed, ignored=ignored)
+    seam = _seam(transform)
+    _assert_same(seam(PARAMS, {}, _regroup(batch, accumulation)), seam(PARAMS, {}, batch))
+
+
+def test_means_of_two_over_one_target_and_four_over_three_make_three_and_a_half():
+    """Two micro-batches with mean losses 2 and 4: a head over two words gives any loss by its logit difference."""
+
+    class OneLogit(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(2, 1, device="meta"))
+
+        def forward(self, input_ids, doc_ids=None, *, output):
+            return output(input_ids.unsqueeze(-1).to(self.weight.dtype) / 1000, self.weight, [])
+
+    def state_for(loss):  # log(1 + e^x) = loss for weight [0, 1] and label 0
+        return torch.log(torch.expm1(torch.tensor(loss, dtype=torch.float64))).mul(1000).round().long()
+
+    a, b = state_for(2.0), state_for(4.0)
+    batch = Batch(
+        torch.stack([a.expand(3), b.expand(3)]).unsqueeze(1),
+        torch.tensor([[[0, IGNORE, IGNORE]], [[0, 0, 0]]]),
+    )
+    loss_fn = build_loss_fn(TrainConfig(), ModelConfig(vocab_size=2))
+    seam = build_value_and_grad(OneLogit(), loss_fn, vocab_size=2)
+    params = {"weight": torch.tensor([[0.0], [1.0]])}
+    sums, grads = seam(params, {}, batch)
+    assert float(sums.total / sums.tokens) == pytest.approx(3.5, abs=1e-3)
+    _, one_batch = seam(params, {}, Batch(batch.input_ids.reshape(1, 2, 3), batch.labels.reshape(1, 2, 3)))
+    torch.testing.assert_close(grads, one_batch)
+
+
+def test_a_micro_batch_without_targets_adds_nothing():
+    batch = _batch(accumulation=3, sequences=2)
+    batch.labels[1] = IGNORE
+    without = Batch(batch.input_ids[[0, 2]], batch.labels[[0, 2]])
+    _assert_same(_seam()(PARAMS, {}, batch), _seam()(PARAMS, {}, without))
+
+
+def test_all_labels_ignored_gives_zero_loss_and_zero_gradients():
+    batch = _batch(ignored=1.0)
+    for transform in ("backward", "func"):
+        sums, grads = _seam(transform)(PARAMS, {}, batch)
+        assert float(sums.total) == 0.0 and int(sums.tokens) == 0
+        assert all(not g.any() for g in grads.values())
+
+
+@pytest.mark.parametrize("loss", ["fused", "chunked", "plain"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_every_way_to_the_gradient_agrees(loss, checkpointing):
+    batch = _batch(accumulation=2)
+    expected = _seam("func", loss="plain")(PARAMS, {}, batch)
+    _assert_same(_seam("backward", checkpointing, loss)(PARAMS, {}, batch), expected)
+
+
+@pytest.mark.parametrize("transform", ["backward", "func"])
+def test_the_gradient_belongs_to_the_parameters_passed_in(transform):
+    batch, seam = _batch(), _seam(transform)
+    sums, grads = seam(PARAMS, {}, batch)
+    doubled, _ = seam(tree_map(lambda p: 2 * p, PARAMS), {}, batch)
+    assert float(tree_norm(grads)) > 0
+    assert abs(float(sums.total - doubled.total)) > 1e-3
+
+
+def test_the_gradient_is_that_of_finite_differences():
+    batch, seam = _batch(), _seam()
+    _, grads = seam(PARAMS, {}, batch)
+    name, step = "blocks.1.mlp.w_up.weight", 1e-2
+    direction = torch.randn(PARAMS[name].shape, generator=torch.Generator().manual_seed(0))
+    up, down = (
+        seam({**PARAMS, name: PARAMS[name] + s * direction}, {}, batch)[0].total for s in (step, -step)
+    )
+    slope = (up - down) / (2 * step) / batch.labels.ne(IGNORE).sum()
+    assert float((grads[name] * direction).sum()) == pytest.approx(float(slope), rel=2e-2)
+
+
+@pytest.mark.parametrize("transform", ["backward", "func"])
+def test_frozen_parameters_get_no_gradient(transform):
+    kept = {"blocks.0.mlp.w_up.weight", "norm.weight"}
+    sums, grads = _seam(transform, trainable=kept)(PARAMS, {}, _batch())
+    everything = _seam(transform)(PARAMS, {}, _batch())
+    assert grads.keys() == kept
+    torch.testing.assert_close(grads, {name: everything[1][name] for name in kept}, rtol=1e-4, atol=1e-6)
+
+
+def test_the_arguments_are_left_untouched():
+    batch, before = _batch(), tree_map(torch.clone, PARAMS)
+    _seam()(PARAMS, {}, batch)
+    assert all(torch.equal(before[name], p) and p.grad is None and not p.requires_grad for name, p in PARAMS.items())
+
+
+def test_bf16_compute_keeps_fp32_gradients_near_the_exact_ones():
+    _, exact = _seam()(PARAMS, {}, _batch())
+    _, grads = _seam(compute_dtype=torch.bfloat16)(PARAMS, {}, _batch())
+    assert all(g.dtype == torch.float32 for g in grads.values())
+    difference = tree_norm({name: grads[name] - exact[name] for name in exact}) / tree_norm(exact)
+    assert 0 < float(difference) < 0.05
+
+
+def test_a_label_outside_the_vocabulary_is_refused():
+    batch = _batch()
+    batch.labels[0, 1, 2] = 13
+    with pytest.raises(DataError, match=r"label 13 at position \(0, 1, 2\)"):
+        _seam()(PARAMS, {}, batch)
+
+
+@settings(deadline=None, max_examples=30)
+@given(norm=st.floats(0, 1e6), limit=st.floats(1e-3, 1e3))
+def test_clipping_never_lengthens_and_never_exceeds_the_limit(norm, limit):
+    factor = float(clip_factor(torch.tensor(norm), limit))
+    assert 0 < factor <= 1 and norm * factor <= limit * (1 + 1e-5)
