@@ -73,12 +73,12 @@ def one_of(*choices: str) -> Validator:
 
 def boolean() -> Validator:
     """True or False, not 0 or 1."""
-    return _instance_of(bool, "true or false")
+    return instance_of(bool, "true or false")
 
 
 def text() -> Validator:
     """A string."""
-    return _instance_of(str, "a string")
+    return instance_of(str, "a string")
 
 
 def optional(inner: Validator) -> Validator:
@@ -103,7 +103,9 @@ def each(inner: Validator) -> Validator:
     return check
 
 
-def _instance_of(kind: type, wanted: str) -> Validator:
+def instance_of(kind: type, wanted: str) -> Validator:
+    """An instance of a class, described in words."""
+
     def check(instance: object, attribute: Attribute[Any], value: object) -> None:
         if not isinstance(value, kind):
             raise ConfigError(f"{_key(instance, attribute)} must be {wanted}, got {value!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import attrs
 import cattrs
@@ -98,6 +98,9 @@ def _converter() -> cattrs.Converter:
     for kind in (bool, int, float, str):
         converter.register_structure_hook(kind, _structure_scalar)
     converter.register_structure_hook_func(
+        lambda kind: get_origin(kind) is Literal, lambda value, _: value
+    )  # the field's validator names the choices
+    converter.register_structure_hook_func(
         lambda kind: _optional_scalar(kind) is not None,
         lambda value, kind: None if value in ("none", None) else _structure_scalar(value, _optional_scalar(kind)),
     )
@@ -168,8 +171,10 @@ def _explain(error: Exception, kind: type, path: str) -> ConfigError:
         return _explain(cause, kind, path)
     if isinstance(error, TypeError) and str(error).startswith("must be"):
         return ConfigError(f"{path} {error}")
+    if isinstance(error, TypeError) and "not iterable" in str(error):
+        return ConfigError(f"{path} must be a {'table' if attrs.has(kind) else 'list'}")
     if isinstance(error, KeyError):
-        return ConfigError(f"{path}: the key {error} is missing")
+        return ConfigError(f"{path.rpartition('.')[0]}: the key {error} is missing")
     return ConfigError(f"{path or 'config'}: {error}")
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from attrs import field, frozen
 
-from forge.config.checks import boolean, each, integer, number, one_of, optional, text
+from forge.config.checks import boolean, each, instance_of, integer, number, one_of, optional, text
 
 
 @frozen
@@ -68,5 +68,5 @@ class TrainConfig:
     """Refuse kernels whose result depends on scheduling."""
     max_consecutive_skips: int = field(default=10, validator=integer(least=1))
     """Updates skipped in a row for a non-finite gradient before the run stops."""
-    freeze: tuple[FreezeStage, ...] = field(default=())
+    freeze: tuple[FreezeStage, ...] = field(default=(), validator=each(instance_of(FreezeStage, "a freeze stage")))
     """Frozen parameters by stage (TOML: [[train.freeze]])."""

@@ -1,0 +1,1 @@
+"""argv -> one call."""
