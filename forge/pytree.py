@@ -6,7 +6,7 @@ Every tree function here knows the namespace, so that callers write `tree_map(f,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import attrs
 import optree
@@ -34,6 +34,7 @@ def register_node(cls: type[T]) -> type[T]:
         path_entry_type=optree.GetAttrEntry,
         namespace=NAMESPACE,
     )
+
     # torch's pytrees count None as a leaf and `torch.func` refuses such leaves: an absent field is no child there.
     def present(node: Any) -> tuple[str, ...]:
         return tuple(name for name in names if getattr(node, name) is not None)
@@ -41,7 +42,7 @@ def register_node(cls: type[T]) -> type[T]:
     torch_pytree.register_pytree_node(
         cls,
         lambda node: ([getattr(node, name) for name in present(node)], present(node)),
-        lambda values, kept: cls(**{name: None for name in names} | dict(zip(kept, values, strict=True))),
+        lambda values, kept: cls(**dict.fromkeys(names) | dict(zip(kept, values, strict=True))),
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         flatten_with_keys_fn=lambda node: (
             [(torch_pytree.GetAttrKey(name), getattr(node, name)) for name in present(node)],
@@ -49,6 +50,12 @@ def register_node(cls: type[T]) -> type[T]:
         ),
     )
     return cls
+
+
+def register_closed_node(cls: type, refuse: Callable[..., NoReturn]) -> None:
+    """Make every pytree function that meets an instance of `cls` call `refuse`, which raises."""
+    optree.register_pytree_node(cls, refuse, refuse, namespace=NAMESPACE)
+    torch_pytree.register_pytree_node(cls, refuse, refuse)
 
 
 def tree_map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

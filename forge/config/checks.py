@@ -64,9 +64,7 @@ def one_of(*choices: str) -> Validator:
     def check(instance: object, attribute: Attribute[Any], value: object) -> None:
         if value not in choices:
             hint = did_you_mean(value, choices) if isinstance(value, str) else ""
-            raise ConfigError(
-                f"{_key(instance, attribute)} must be one of {', '.join(choices)}, got {value!r}{hint}"
-            )
+            raise ConfigError(f"{_key(instance, attribute)} must be one of {', '.join(choices)}, got {value!r}{hint}")
 
     return check
 

@@ -46,9 +46,7 @@ def parse_job(argv: Sequence[str], *, prog: str, default_preset: Path) -> JobCon
     return parse(JobConfig, rest, prog=prog, default=base, known=known)
 
 
-def parse(
-    cls: type[T], argv: Sequence[str], *, prog: str, default: T | None = None, known: Sequence[str] = ()
-) -> T:
+def parse(cls: type[T], argv: Sequence[str], *, prog: str, default: T | None = None, known: Sequence[str] = ()) -> T:
     """Parse the flags of an attrs class; `--help` prints and exits with 0.
 
     Args:
@@ -102,9 +100,7 @@ def pop_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
 
 def _variant(key: str, name: str, classes: dict[str, type]) -> type:
     if name not in classes:
-        raise ConfigError(
-            f"{key} must be one of {', '.join(classes)}, got {name!r}{did_you_mean(name, classes)}"
-        )
+        raise ConfigError(f"{key} must be one of {', '.join(classes)}, got {name!r}{did_you_mean(name, classes)}")
     return classes[name]
 
 

@@ -30,8 +30,8 @@ class MoEConfig:
     """softmax: top-k renormalised (Mixtral); sigmoid: balanced by a bias used for selection only (DeepSeek-V3)."""
     capacity_factor: float | None = field(default=None, validator=optional(number(above=0)))
     """Tokens an expert keeps, as a multiple of tokens * top_k / n_experts, earliest first; unset = no token dropped."""
-    aux_loss_weight: float = field(default=0.01, validator=number(least=0))
-    """Weight of the Switch load-balancing loss E * sum(f * P) (Fedus et al. 2021, eq. 4)."""
+    aux_loss_weight: float | None = field(default=None, validator=optional(number(least=0)))
+    """Weight of the Switch balance loss E sum(f P) (Fedus et al. 2021, eq. 4); unset: softmax 0.01, sigmoid 0."""
     router_z_loss_weight: float = field(default=0.0, validator=number(least=0))
     """Weight of the router z-loss mean(logsumexp(router logits)^2) (ST-MoE 2022, eq. 5)."""
     bias_update_rate: float = field(default=1e-3, validator=number(least=0))
@@ -42,6 +42,13 @@ class MoEConfig:
             raise ConfigError(
                 f"model.moe.top_k = {self.top_k} exceeds model.moe.n_experts = {self.n_experts}: lower top_k"
             )
+
+    @property
+    def balance_weight(self) -> float:
+        """Weight of the load-balancing loss, given or derived."""
+        if self.aux_loss_weight is not None:
+            return self.aux_loss_weight
+        return 0.01 if self.router == "softmax" else 0.0
 
 
 @frozen

@@ -53,7 +53,7 @@ class TrainConfig:
     grad_clip_norm: float | None = field(default=1.0, validator=optional(number(above=0)))
     """Longest global gradient norm; unset = no clipping."""
     loss: Literal["fused", "chunked", "plain"] = field(default="fused", validator=one_of("fused", "chunked", "plain"))
-    """fused makes head and gradient chunk by chunk and never holds the logits; plain differentiates any number of times."""
+    """fused makes the gradient chunk by chunk, without the logits; plain can be differentiated again and again."""
     loss_chunk_size: int = field(default=1024, validator=integer(least=1))
     """Tokens a chunk of the fused and chunked loss."""
     z_loss_weight: float = field(default=0.0, validator=number(least=0))

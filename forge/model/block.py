@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from forge.config import ModelConfig
 from forge.model.attention import Attention, KeyValue
 from forge.model.mlp import MLP
+from forge.model.moe import MoE, RouterStats
 from forge.model.norm import build_norm
 from forge.model.rope import RotaryTable
 
@@ -17,23 +18,31 @@ class BlockOutput(NamedTuple):
     """What a block leaves besides the residual stream."""
 
     cache: KeyValue | None  # keys and values, where a past was given
+    router: RouterStats | None  # what the router did, in a block with experts
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), the mlp dense or a mixture of experts."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attn_norm = build_norm(config)
         self.attn = Attention(config)
         self.mlp_norm = build_norm(config)
-        self.mlp = MLP(config, config.ffn_width)
+        self.mlp = MoE(config) if config.is_moe_layer(layer) else MLP(config, config.ffn_width)
 
     def forward(
-        self, x: Tensor, rotary: RotaryTable | None, mask: Tensor | None, past: KeyValue | None = None
+        self,
+        x: Tensor,
+        rotary: RotaryTable | None,
+        mask: Tensor | None,
+        past: KeyValue | None = None,
+        router_bias: Tensor | None = None,
     ) -> tuple[Tensor, BlockOutput]:
         """x (B, S, dim) -> (B, S, dim) and the rest."""
         mixed, cache = self.attn(self.attn_norm(x), rotary, mask, past)
         x = x + mixed
-        x = x + self.mlp(self.mlp_norm(x))
-        return x, BlockOutput(cache=cache)
+        if isinstance(self.mlp, MoE):
+            mixed, router = self.mlp(self.mlp_norm(x), router_bias)
+            return x + mixed, BlockOutput(cache, router)
+        return x + self.mlp(self.mlp_norm(x)), BlockOutput(cache, None)

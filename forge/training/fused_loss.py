@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.autograd.function import Function, FunctionCtx
 from torch.nn import functional as F
 
+from forge.data.batch import IGNORE
 from forge.errors import ForgeError
 from forge.model.head import soft_cap
-
-IGNORE = -100
 
 
 @frozen
@@ -65,10 +64,9 @@ def fused_losses(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOp
         labels: int64 (N,), IGNORE = not a target.
         chunk: tokens whose logits exist at a time.
     """
-    wants_hidden, wants_weight = hidden.requires_grad, weight.requires_grad
-    if not torch.is_grad_enabled() or not (wants_hidden or wants_weight):
-        wants_hidden = wants_weight = False
-    total, ce, squared_lse, _, _ = _FusedLosses.apply(hidden, weight, labels, options, chunk, wants_hidden, wants_weight)
+    grad = torch.is_grad_enabled()
+    wants = (grad and hidden.requires_grad, grad and weight.requires_grad)
+    total, ce, squared_lse, _, _ = _FusedLosses.apply(hidden, weight, labels, options, chunk, *wants)
     return TokenLosses(total, ce, squared_lse)
 
 
@@ -137,9 +135,7 @@ class _Scale(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> NoReturn:  # type: ignore[override]
-        raise ForgeError(
-            "the fused loss can be differentiated once: for second derivatives choose --train.loss plain"
-        )
+        raise ForgeError("the fused loss can be differentiated once: for second derivatives choose --train.loss plain")
 
 
 def _forward_and_gradient(

@@ -14,6 +14,8 @@ from forge.model import Transformer
 from forge.model.attention import KeyValue
 from forge.model.block import BlockOutput
 from forge.model.head import head_logits
+from forge.pytree import PyTree
+from forge.training.extras import router_bias
 
 
 def generate(
@@ -27,6 +29,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     stop_id: int | None = None,
+    extras: PyTree | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next token of every row, int64 (B,), until `max_new_tokens` or all rows have met `stop_id`.
 
@@ -37,6 +40,7 @@ def generate(
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: keep the k likeliest tokens.
         top_p: keep the likeliest tokens that together reach this probability (Holtzman et al. 2020).
+        extras: the state's, for the routers' biases.
         seed: of a generator of its own; the global RNG is not touched.
 
     Raises:
@@ -49,7 +53,7 @@ def generate(
     past = empty_cache(config, prompt.shape[0], params["embed.weight"])
     finished = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
     for _ in range(max_new_tokens):
-        logits, past = next_logits(model, params, unread, past)
+        logits, past = next_logits(model, params, unread, past, extras)
         token = sample(logits, temperature, top_k, top_p, generator)
         if stop_id is not None:
             token = torch.where(finished, stop_id, token)
@@ -73,15 +77,19 @@ def empty_cache(config: ModelConfig, rows: int, like: Tensor) -> list[KeyValue]:
 
 @torch.no_grad()
 def next_logits(
-    model: Transformer, params: dict[str, Tensor], unread: Tensor, past: list[KeyValue]
+    model: Transformer,
+    params: dict[str, Tensor],
+    unread: Tensor,
+    past: list[KeyValue],
+    extras: PyTree | None = None,
 ) -> tuple[Tensor, list[KeyValue]]:
-    """Read tokens int64 (B, S) after the cached ones: fp32 logits (B, V) of the token that follows, and the new cache."""
+    """Read int64 (B, S) after the cached tokens: fp32 logits (B, V) of the token that follows, and the new cache."""
 
     def output(hidden: Tensor, weight: Tensor, blocks: list[BlockOutput]) -> tuple[Tensor, list[KeyValue]]:
         logits = head_logits(hidden[:, -1], weight, model.config.logit_softcap)
         return logits, [block.cache for block in blocks if block.cache is not None]
 
-    return functional_call(model, params, (unread,), {"output": output, "past": past})
+    return functional_call(model, params, (unread,), {"output": output, "past": past, **router_bias(extras or {})})
 
 
 def sample(

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from forge.model.block import BlockOutput
 from forge.pytree import PyTree, tree_add
+from forge.training.extras import router_bias
 from forge.training.loss import LossFn, LossSums, check_labels, count_targets
 from forge.training.state import Batch
 
@@ -53,13 +55,22 @@ def build_value_and_grad(
             check_labels(batch.labels, vocab_size)
         learned = {name: p for name, p in params.items() if trainable is None or name in trainable}
         fixed = {name: p for name, p in params.items() if name not in learned}
-        return differentiate(learned, fixed, batch, count_targets(batch.labels).clamp(min=1))
+        return differentiate(learned, fixed, extras, batch, count_targets(batch.labels))
 
     return value_and_grad
 
 
-Objective = Callable[[Params, Batch, Tensor, Callable[[Tensor], None]], LossSums]
-Differentiate = Callable[[Params, Params, Batch, Tensor], tuple[LossSums, Params]]
+class _Micro(NamedTuple):
+    """One micro-batch and what its share of the objective depends on."""
+
+    batch: Batch  # (B, S) each
+    router_bias: dict[str, dict[str, Tensor]]  # keyword arguments of the model
+    targets: Tensor  # int64 (): of the global batch
+    share: float  # of the global batch's micro-batches
+
+
+Objective = Callable[[Params, _Micro, Callable[[Tensor], None]], LossSums]
+Differentiate = Callable[[Params, Params, PyTree, Batch, Tensor], tuple[LossSums, Params]]
 
 
 class _Run(nn.Module):
@@ -73,27 +84,47 @@ class _Run(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Batch, loss_fn: LossFn, targets: Tensor, then: Callable[[Tensor], None]) -> LossSums:
-        def output(hidden: Tensor, head_weight: Tensor, _: list[BlockOutput]) -> LossSums:
-            return loss_fn(hidden, head_weight, batch.labels, batch.source_ids)
+    def forward(self, micro: _Micro, loss_fn: LossFn, then: Callable[[Tensor], None]) -> LossSums:
+        batch = micro.batch
 
-        sums = self.model(batch.input_ids, batch.doc_ids, output=output)
-        then(sums.total / targets)
+        def output(hidden: Tensor, head_weight: Tensor, blocks: list[BlockOutput]) -> LossSums:
+            sums = loss_fn(hidden, head_weight, batch.labels, batch.source_ids)
+            return _with_routers(sums, blocks, micro.targets * micro.share)
+
+        sums = self.model(batch.input_ids, batch.doc_ids, output=output, **micro.router_bias)
+        then(sums.total / micro.targets.clamp(min=1))
         return sums
+
+
+def _with_routers(sums: LossSums, blocks: list[BlockOutput], weight: Tensor) -> LossSums:
+    """Add the routers' losses, a mean over tokens each, as a sum over this micro-batch's share of the targets."""
+    routers = {str(index): block.router for index, block in enumerate(blocks) if block.router is not None}
+    if not routers:
+        return sums
+    aux = weight * torch.stack([router.loss for router in routers.values()]).sum()
+    counts = {index: router.counts for index, router in routers.items()}
+    return evolve(sums, total=sums.total + aux, aux=aux.detach(), router_counts=counts)
 
 
 def _build_objective(model: nn.Module, loss_fn: LossFn, compute_dtype: torch.dtype) -> Objective:
     run = _Run(model)
 
-    def objective(params: Params, batch: Batch, targets: Tensor, then: Callable[[Tensor], None]) -> LossSums:
+    def objective(params: Params, micro: _Micro, then: Callable[[Tensor], None]) -> LossSums:
         substituted = {f"model.{name}": p.to(compute_dtype) for name, p in params.items()}
-        return functional_call(run, substituted, (batch, loss_fn, targets, then))
+        return functional_call(run, substituted, (micro, loss_fn, then))
 
     return objective
 
 
+def _micro_batches(batch: Batch, extras: PyTree, targets: Tensor) -> list[_Micro]:
+    count = batch.labels.shape[0]
+    return [_Micro(batch.micro(index), router_bias(extras), targets, 1 / count) for index in range(count)]
+
+
 def _by_backward(objective: Objective) -> Differentiate:
-    def differentiate(learned: Params, fixed: Params, batch: Batch, targets: Tensor) -> tuple[LossSums, Params]:
+    def differentiate(
+        learned: Params, fixed: Params, extras: PyTree, batch: Batch, targets: Tensor
+    ) -> tuple[LossSums, Params]:
         leaves = {name: p.detach().requires_grad_() for name, p in learned.items()}
         inputs = list(leaves.values())
 
@@ -101,9 +132,9 @@ def _by_backward(objective: Objective) -> Differentiate:
             loss.backward(inputs=inputs)
 
         sums: list[LossSums] = []
-        for index in range(batch.labels.shape[0]):
+        for micro in _micro_batches(batch, extras, targets):
             with torch.enable_grad():
-                found = objective({**leaves, **fixed}, batch.micro(index), targets, backward)
+                found = objective({**leaves, **fixed}, micro, backward)
             sums.append(_detached(found))
         grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
         return _total(sums), grads
@@ -112,15 +143,17 @@ def _by_backward(objective: Objective) -> Differentiate:
 
 
 def _by_func(objective: Objective) -> Differentiate:
-    def loss_of(learned: Params, fixed: Params, batch: Batch, targets: Tensor) -> tuple[Tensor, LossSums]:
+    def loss_of(learned: Params, fixed: Params, micro: _Micro) -> tuple[Tensor, LossSums]:
         kept: list[Tensor] = []
-        sums = objective({**learned, **fixed}, batch, targets, kept.append)
+        sums = objective({**learned, **fixed}, micro, kept.append)
         return kept[0], _detached(sums)
 
     gradient = torch.func.grad(loss_of, has_aux=True)
 
-    def differentiate(learned: Params, fixed: Params, batch: Batch, targets: Tensor) -> tuple[LossSums, Params]:
-        parts = [gradient(learned, fixed, batch.micro(i), targets) for i in range(batch.labels.shape[0])]
+    def differentiate(
+        learned: Params, fixed: Params, extras: PyTree, batch: Batch, targets: Tensor
+    ) -> tuple[LossSums, Params]:
+        parts = [gradient(learned, fixed, micro) for micro in _micro_batches(batch, extras, targets)]
         grads = parts[0][0]
         for more, _ in parts[1:]:
             grads = tree_add(grads, more)
@@ -130,7 +163,7 @@ def _by_func(objective: Objective) -> Differentiate:
 
 
 def _detached(sums: LossSums) -> LossSums:
-    return LossSums(sums.total.detach(), sums.ce, sums.z, sums.aux, sums.tokens, sums.source_ce, sums.source_tokens)
+    return evolve(sums, total=sums.total.detach())
 
 
 def _total(parts: list[LossSums]) -> LossSums:

@@ -33,6 +33,7 @@ class LossSums:
     tokens: Tensor  # int64 (): targets
     source_ce: Tensor | None = None  # fp32 (sources,)
     source_tokens: Tensor | None = None  # int64 (sources,)
+    router_counts: dict[str, Tensor] | None = None  # by block index: int64 (E,), assignments to each expert
 
 
 LossFn = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], LossSums]
@@ -131,4 +132,3 @@ def _chunked(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOption
     ]
     total, ce, squared_lse = zip(*parts, strict=True)
     return TokenLosses(torch.stack(total).sum(), torch.cat(ce), torch.cat(squared_lse))
-

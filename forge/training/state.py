@@ -8,31 +8,11 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from forge.data.batch import IGNORE, Batch
 from forge.errors import DonatedError
-from forge.pytree import PyTree, register_node
+from forge.pytree import PyTree, register_closed_node, register_node
 
-IGNORE = -100
-"""Label of a position that is not a target."""
-
-
-@register_node
-@frozen
-class Batch:
-    """All the tokens of one update on this rank: A micro-batches of B sequences of S tokens."""
-
-    input_ids: Tensor  # int64 (A, B, S)
-    labels: Tensor  # int64 (A, B, S), IGNORE = not a target
-    doc_ids: Tensor | None = None  # int64 (A, B, S): tokens attend only within their document
-    source_ids: Tensor | None = None  # int64 (A, B): which data source a sequence came from
-
-    def micro(self, index: int) -> Batch:
-        """Micro-batch `index`: the same fields without the leading dimension."""
-        return Batch(*(None if x is None else x[index] for x in (self.input_ids, self.labels, self.doc_ids, self.source_ids)))
-
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
-        """The batch on a device; itself where it is there already."""
-        fields = (self.input_ids, self.labels, self.doc_ids, self.source_ids)
-        return Batch(*(None if x is None else x.to(device, non_blocking=non_blocking) for x in fields))
+__all__ = ["IGNORE", "Batch", "StepResult", "TrainState", "init_state", "take"]
 
 
 @register_node
@@ -104,13 +84,4 @@ def take(state: TrainState) -> TrainState:
     return owned
 
 
-def _register_donated() -> None:
-    import optree
-
-    from forge.pytree import NAMESPACE, torch_pytree
-
-    optree.register_pytree_node(_DonatedState, _refuse, _refuse, namespace=NAMESPACE)
-    torch_pytree.register_pytree_node(_DonatedState, _refuse, _refuse)
-
-
-_register_donated()
+register_closed_node(_DonatedState, _refuse)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forge.config import JobConfig
 from forge.pytree import tree_norm
+from forge.training.extras import balance_routers
 from forge.training.grad import ValueAndGrad, clip_factor
 from forge.training.loss import LossSums
 from forge.training.optimizer import Optimizer, apply_update
@@ -28,8 +29,8 @@ def build_train_step(
 ) -> TrainStep:
     """Build `train_step(state, batch) -> (state, StepResult)`.
 
-    An update with a non-finite loss or gradient, or without a single target, is skipped: parameters, optimizer state and
-    token count stay as they are, `skipped` is true, and the step counter moves on to the next batch. All of it is
+    An update with a non-finite loss or gradient, or without a single target, is skipped: parameters, optimizer state
+    and token count stay as they are, `skipped` is true, and the step counter moves on to the next batch. All of it is
     decided on the device.
 
     Args:
@@ -64,7 +65,7 @@ def build_train_step(
             tokens=state.tokens + sums.tokens * good,
             params=params,
             opt_state=opt_state,
-            extras=state.extras,
+            extras=balance_routers(state.extras, sums.router_counts, good, config.model.moe.bias_update_rate),
         )
         return after, _result(sums, grad_norm, lr, ~good)
 

@@ -12,8 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.config import (
-    OPTIMIZERS, SCHEDULERS, WSD, AdamW, Constant, Cosine, DistributedConfig, FreezeStage, JobConfig, Lion, ModelConfig,
-    MoEConfig, Muon, NoSchedule, ScheduleFree, TrainConfig, config_from_dict, config_to_toml, diff_configs, load_config,
+    OPTIMIZERS,
+    SCHEDULERS,
+    WSD,
+    AdamW,
+    Constant,
+    Cosine,
+    DistributedConfig,
+    FreezeStage,
+    JobConfig,
+    Lion,
+    ModelConfig,
+    MoEConfig,
+    Muon,
+    NoSchedule,
+    ScheduleFree,
+    TrainConfig,
+    config_from_dict,
+    config_to_toml,
+    diff_configs,
+    load_config,
     save_config,
 )  # fmt: skip
 from forge.errors import ConfigError

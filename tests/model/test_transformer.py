@@ -29,7 +29,9 @@ def _ids(batch: int = 2, length: int = 12, seed: int = 0):
 
 VARIANTS = {
     "llama": SMALL,
-    "gpt2": evolve(SMALL, n_kv_heads=4, norm="layernorm", mlp="gelu", bias=True, position="learned", tied_embeddings=True),
+    "gpt2": evolve(
+        SMALL, n_kv_heads=4, norm="layernorm", mlp="gelu", bias=True, position="learned", tied_embeddings=True
+    ),
     "qwen3": evolve(SMALL, qk_norm=True, head_dim=6),
     "qwen2": evolve(SMALL, qkv_bias=True, tied_embeddings=True),
     "gemma": evolve(SMALL, n_kv_heads=1, mlp="geglu", logit_softcap=5.0),

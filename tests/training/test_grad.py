@@ -125,9 +125,7 @@ def test_the_gradient_is_that_of_finite_differences():
     _, grads = seam(PARAMS, {}, batch)
     name, step = "blocks.1.mlp.w_up.weight", 1e-2
     direction = torch.randn(PARAMS[name].shape, generator=torch.Generator().manual_seed(0))
-    up, down = (
-        seam({**PARAMS, name: PARAMS[name] + s * direction}, {}, batch)[0].total for s in (step, -step)
-    )
+    up, down = (seam({**PARAMS, name: PARAMS[name] + s * direction}, {}, batch)[0].total for s in (step, -step))
     slope = (up - down) / (2 * step) / batch.labels.ne(IGNORE).sum()
     assert float((grads[name] * direction).sum()) == pytest.approx(float(slope), rel=2e-2)
 
@@ -135,7 +133,7 @@ def test_the_gradient_is_that_of_finite_differences():
 @pytest.mark.parametrize("transform", ["backward", "func"])
 def test_frozen_parameters_get_no_gradient(transform):
     kept = {"blocks.0.mlp.w_up.weight", "norm.weight"}
-    sums, grads = _seam(transform, trainable=kept)(PARAMS, {}, _batch())
+    _, grads = _seam(transform, trainable=kept)(PARAMS, {}, _batch())
     everything = _seam(transform)(PARAMS, {}, _batch())
     assert grads.keys() == kept
     torch.testing.assert_close(grads, {name: everything[1][name] for name in kept}, rtol=1e-4, atol=1e-6)

@@ -75,9 +75,7 @@ def test_bf16_loss_over_50k_words_is_within_two_thousandths_of_float64(kind):
     hidden, weight, labels = _inputs(4, 2, dim=64, vocab=50_000)
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     sums = build_loss_fn(TrainConfig(loss=kind), MODEL)(hidden, weight, labels, None)
-    exact = F.cross_entropy(
-        (hidden.double() @ weight.double().T)[0], labels[0], ignore_index=IGNORE, reduction="sum"
-    )
+    exact = F.cross_entropy((hidden.double() @ weight.double().T)[0], labels[0], ignore_index=IGNORE, reduction="sum")
     assert abs(float(sums.total) / float(exact) - 1) < 2e-3
 
 
@@ -178,7 +176,7 @@ def test_a_second_derivative_of_the_fused_loss_is_refused_with_the_remedy():
     def loss(h):
         return fused_losses(h, weight, labels[0], LossOptions(), chunk=2).total
 
-    with pytest.raises(ForgeError, match="--train.loss plain"):
+    with pytest.raises(ForgeError, match=r"--train\.loss plain"):
         torch.func.grad(lambda h: torch.func.grad(loss)(h).square().sum())(hidden[0])
 
 
@@ -191,6 +189,4 @@ def test_fused_loss_compiles_without_a_graph_break():
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     h, w = hidden[0].clone().requires_grad_(), weight.clone().requires_grad_()
-    torch.testing.assert_close(
-        torch.autograd.grad(compiled(h, w), (h, w)), torch.autograd.grad(loss(h, w), (h, w))
-    )
+    torch.testing.assert_close(torch.autograd.grad(compiled(h, w), (h, w)), torch.autograd.grad(loss(h, w), (h, w)))

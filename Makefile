@@ -1,0 +1,29 @@
+# Two commands: `make train` and `make test`. Underneath it is plain pip and pytest; see README.md.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test check bench clean
+
+train: $(VENV)/installed
+	$(BIN)/python cli.py
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/installed
+	$(BIN)/pip install -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m benchmarks
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

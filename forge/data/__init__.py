@@ -1,0 +1,1 @@
+"""Token data: a batch is a pure function of (config, step)."""

@@ -1,0 +1,34 @@
+"""The batch: all the tokens of one update."""
+
+from __future__ import annotations
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from forge.pytree import register_node
+
+IGNORE = -100
+"""Label of a position that is not a target."""
+
+
+@register_node
+@frozen
+class Batch:
+    """All the tokens of one update on this rank: A micro-batches of B sequences of S tokens."""
+
+    input_ids: Tensor  # int64 (A, B, S)
+    labels: Tensor  # int64 (A, B, S), IGNORE = not a target
+    doc_ids: Tensor | None = None  # int64 (A, B, S): tokens attend only within their document
+    source_ids: Tensor | None = None  # int64 (A, B): which data source a sequence came from
+
+    def micro(self, index: int) -> Batch:
+        """Micro-batch `index`: the same fields without the leading dimension."""
+        return Batch(*(None if x is None else x[index] for x in self._fields()))
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
+        """The batch on a device; itself where it is there already."""
+        return Batch(*(None if x is None else x.to(device, non_blocking=non_blocking) for x in self._fields()))
+
+    def _fields(self) -> tuple[Tensor | None, ...]:
+        return self.input_ids, self.labels, self.doc_ids, self.source_ids

@@ -1,0 +1,37 @@
+"""Optimizers as pure functions: `build_optimizer(config, roles)` matches on the config's type."""
+
+from __future__ import annotations
+
+from forge.config import SGD, AdamW, Lion, Muon, OptimizerConfig, ScheduleFree
+from forge.training.optimizer.adamw import adamw
+from forge.training.optimizer.core import Optimizer, apply_update, extend
+from forge.training.optimizer.lion import lion
+from forge.training.optimizer.master import with_master_weights
+from forge.training.optimizer.muon import muon
+from forge.training.optimizer.roles import Role, decays, parameter_roles
+from forge.training.optimizer.schedule_free import schedule_free
+from forge.training.optimizer.sgd import sgd
+
+__all__ = [
+    "Optimizer", "Role", "apply_update", "build_optimizer", "decays", "extend", "parameter_roles",
+    "with_master_weights",
+]  # fmt: skip
+
+
+def build_optimizer(config: OptimizerConfig, roles: dict[str, Role]) -> Optimizer:
+    """The optimizer that the config's class names.
+
+    Args:
+        roles: from `parameter_roles(model)`: which parameters decay, and which are Muon's.
+    """
+    match config:
+        case AdamW():
+            return adamw(config, roles)
+        case Muon():
+            return muon(config, roles)
+        case Lion():
+            return lion(config, roles)
+        case ScheduleFree():
+            return schedule_free(config, roles)
+        case SGD():
+            return sgd(config, roles)

@@ -1,0 +1,86 @@
+"""What an optimizer is: pure functions over dicts by parameter name, and a donated fast path beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forge.pytree import PyTree, tree_where
+
+Params = dict[str, Tensor]
+Init = Callable[[Params], PyTree]
+Update = Callable[[Params, PyTree, Params, Tensor], tuple[Params, PyTree]]
+UpdateInPlace = Callable[[Params, PyTree, Params, Tensor, Tensor, Tensor], None]
+EvalParams = Callable[[Params, PyTree], Params]
+
+
+def _as_they_are(params: Params, opt_state: PyTree) -> Params:
+    return params
+
+
+class Optimizer(NamedTuple):
+    """An optimizer; a user's own needs `init` and `update` only.
+
+    `opt_state` is a dict of dicts by parameter name, so that entries can be added for a layer that is unfrozen late.
+    Parameters without a gradient are frozen: no function touches them.
+    """
+
+    init: Init
+    """(params to train) -> opt_state."""
+    update: Update
+    """(grads, opt_state, params, lr fp32 ()) -> (params, opt_state); out of place, works under `torch.func`."""
+    update_: UpdateInPlace | None = None
+    """(grads, opt_state, params, lr, scale, ok): the same in place, on gradients times `scale`; may overwrite the
+    gradients. Where `ok` is false not a bit of params and opt_state changes; decided on the device."""
+    eval_params: EvalParams = _as_they_are
+    """(params, opt_state) -> the parameters to evaluate and export; identity but for schedule-free."""
+
+
+def apply_update(
+    optimizer: Optimizer,
+    grads: Params,
+    opt_state: PyTree,
+    params: Params,
+    *,
+    lr: Tensor,
+    scale: Tensor,
+    ok: Tensor,
+    donate: bool,
+) -> tuple[Params, PyTree]:
+    """One update with gradients times `scale`, or none where `ok` is false.
+
+    Args:
+        lr: fp32 ().
+        scale: fp32 (), from clipping.
+        ok: bool (): the gradients are finite and there was a target.
+        donate: params, opt_state and grads may be overwritten.
+    """
+    if donate and optimizer.update_ is not None:
+        with torch.no_grad():
+            optimizer.update_(grads, opt_state, params, lr, scale, ok)
+        return params, opt_state
+    clean = {name: torch.where(ok, grad * scale.to(grad.dtype), 0.0) for name, grad in grads.items()}
+    new_params, new_state = optimizer.update(clean, opt_state, params, lr)
+    return tree_where(ok, new_params, params), tree_where(ok, new_state, opt_state)
+
+
+def extend(optimizer: Optimizer, opt_state: PyTree, params: Params) -> PyTree:
+    """Give the parameters that have no entry yet a fresh one: their optimizer state starts now."""
+    known = {name for part in opt_state.values() for name in part}
+    fresh = optimizer.init({name: p for name, p in params.items() if name not in known})
+    return {key: {**part, **fresh.get(key, {})} for key, part in opt_state.items()}
+
+
+def gate(grads: list[Tensor], scale: Tensor, ok: Tensor) -> None:
+    """In place: gradients times `scale`, and zero where `ok` is false, whatever they held."""
+    torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+    for grad in grads:
+        grad.masked_fill_(~ok, 0.0)
+
+
+def keep_unless(ok: Tensor, beta: float) -> Tensor:
+    """beta, or 1 where `ok` is false: m * 1 + 0 leaves every bit of a buffer."""
+    return torch.where(ok, beta, 1.0).to(torch.float32)

@@ -1,0 +1,96 @@
+"""Muon (Jordan et al. 2024): orthogonalised momentum for hidden matrices, AdamW for everything else."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from forge.config import Muon
+from forge.pytree import PyTree
+from forge.training.optimizer.adamw import build_adamw
+from forge.training.optimizer.core import Optimizer, Params, gate, keep_unless
+from forge.training.optimizer.newton_schulz import orthogonalise
+from forge.training.optimizer.roles import Role, decays
+from forge.training.optimizer.sgd import shrink
+
+
+def muon(config: Muon, roles: dict[str, Role]) -> Optimizer:
+    """State: `momentum`, fp32 of the shape of each hidden matrix; AdamW's `mu`, `nu` and `count` for the rest.
+
+    m = momentum m + (1 - momentum) g; p -= lr (scaling * orthogonalise(m or its Nesterov lookahead) + wd p). An expert
+    tensor (E, in, out) is E matrices. AdamW's learning rate follows the schedule: lr * adam_lr / config.lr.
+    """
+    hidden = {name for name, role in roles.items() if role == "hidden"}
+    decayed = {name for name, role in roles.items() if decays(role)}
+    adam = build_adamw(config.adam_beta1, config.adam_beta2, config.adam_eps, config.weight_decay, decayed)
+    ratio = config.adam_lr / config.lr if config.lr else 0.0
+    beta = config.momentum
+
+    def split(named: Params) -> tuple[Params, Params]:
+        mine = {name: value for name, value in named.items() if name in hidden}
+        return mine, {name: value for name, value in named.items() if name not in hidden}
+
+    def init(params: Params) -> PyTree:
+        mine, rest = split(params)
+        momentum = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in mine.items()}
+        return {"momentum": momentum, **adam.init(rest)}
+
+    def update(grads: Params, opt_state: PyTree, params: Params, lr: Tensor) -> tuple[Params, PyTree]:
+        mine, rest = split(grads)
+        momentum, new = dict(opt_state["momentum"]), dict(params)
+        ahead: Params = {}
+        for name, grad in mine.items():
+            momentum[name] = beta * momentum[name] + (1 - beta) * grad
+            ahead[name] = beta * momentum[name] + (1 - beta) * grad if config.nesterov else momentum[name]
+        for name, step in _orthogonal_steps(ahead, config).items():
+            kept = 1 - lr * config.weight_decay if name in decayed else 1.0
+            new[name] = (params[name] * kept - lr * step).to(params[name].dtype)
+        adam_state = {key: part for key, part in opt_state.items() if key != "momentum"}
+        new, adam_state = adam.update(rest, adam_state, new, lr * ratio)
+        return new, {"momentum": momentum, **adam_state}
+
+    def update_(grads: Params, opt_state: PyTree, params: Params, lr: Tensor, scale: Tensor, ok: Tensor) -> None:
+        mine, rest = split(grads)
+        assert adam.update_ is not None
+        adam.update_(rest, opt_state, params, lr * ratio, scale, ok)
+        if not mine:
+            return
+        names, g = list(mine), list(mine.values())
+        m = [opt_state["momentum"][name] for name in names]
+        gate(g, scale, ok)
+        torch._foreach_mul_(g, 1 - beta)
+        torch._foreach_mul_(m, keep_unless(ok, beta))
+        torch._foreach_add_(m, g)
+        ahead = torch._foreach_add(g, m, alpha=beta) if config.nesterov else m
+        steps = _orthogonal_steps(dict(zip(names, ahead, strict=True)), config)
+        lr = lr * ok
+        shrink([params[name] for name in names if name in decayed], lr * config.weight_decay)
+        torch._foreach_sub_([params[name] for name in names], torch._foreach_mul([steps[n] for n in names], lr))
+
+    return Optimizer(init, update, update_)
+
+
+def _orthogonal_steps(momenta: Params, config: Muon) -> Params:
+    """Orthogonalised and scaled updates; matrices of one shape share one batched iteration."""
+    by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, momentum in momenta.items():
+        by_shape[tuple(momentum.shape[-2:])].append(name)
+    steps: Params = {}
+    for shape, names in by_shape.items():
+        stacks = [momenta[name].reshape(-1, *shape) for name in names]
+        orthogonal = orthogonalise(torch.cat(stacks), config.ns_steps) * muon_scale(shape, config.scaling)
+        for name, part in zip(names, orthogonal.split([len(stack) for stack in stacks]), strict=True):
+            steps[name] = part.view_as(momenta[name])
+    return steps
+
+
+def muon_scale(shape: tuple[int, ...], scaling: str) -> float:
+    """Factor of an orthogonal update of (rows, cols).
+
+    spectral: sqrt(max(1, rows / cols)) (Jordan et al. 2024); rms: 0.2 sqrt(max(rows, cols)), which gives AdamW's root
+    mean square (Liu et al. 2025, "Muon is scalable for LLM training", sec. 2.2).
+    """
+    rows, cols = shape
+    return max(1.0, rows / cols) ** 0.5 if scaling == "spectral" else 0.2 * max(rows, cols) ** 0.5
