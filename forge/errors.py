@@ -7,11 +7,14 @@ keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
 class ForgeError(Exception):
     """A mistake of the user's: the message names the thing and the remedy, in one line."""
+
+    exit_status = 2
 
 
 class ConfigError(ForgeError):
@@ -32,6 +35,14 @@ class RunError(ForgeError):
 
 class DonatedError(ForgeError):
     """A `TrainState` was used after a train step took its storage (`donate=True`)."""
+
+
+class Stopped(ForgeError):
+    """A signal ended the run, after saving; the exit status is the shell's for that signal, 130 for Ctrl-C."""
+
+    def __init__(self, number: signal.Signals, message: str) -> None:
+        super().__init__(f"stopped by {number.name}: {message}")
+        self.exit_status = 128 + number
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -24,12 +24,9 @@ class _OnlyRankZero(logging.Filter):
 class _StderrHandler(logging.StreamHandler):
     """Writes to whatever `sys.stderr` is at the time, so redirection and capture work."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self):  # type: ignore[override]
-        return sys.stderr
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def get_logger(name: str, rank_zero_only: bool = True) -> logging.Logger:

@@ -27,10 +27,11 @@ def register_node(cls: type[T]) -> type[T]:
     def children(node: Any) -> tuple[Any, ...]:
         return tuple(getattr(node, name) for name in names)
 
+    node_class: Any = cls  # optree types its nodes as collections, which attrs classes are not
     optree.register_pytree_node(
-        cls,  # type: ignore[type-var]
+        node_class,
         lambda node: (children(node), None, names),
-        lambda _, values: cls(*values),
+        lambda _, values: node_class(*values),
         path_entry_type=optree.GetAttrEntry,
         namespace=NAMESPACE,
     )

@@ -77,6 +77,7 @@ def parse(cls: type[T], argv: Sequence[str], *, prog: str, default: T | None = N
             raise ConfigError(f"stray argument {word!r}: every value follows its flag")
         flag = word.split("=")[0].replace("_", "-")
         raise ConfigError(f"unknown flag {flag}{did_you_mean(flag, flags)}; --help lists them")
+    assert found is not None
     return found
 
 

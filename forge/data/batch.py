@@ -6,7 +6,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from forge.pytree import register_node
+from forge.pytree import register_node, tree_map
 
 IGNORE = -100
 """Label of a position that is not a target."""
@@ -24,11 +24,8 @@ class Batch:
 
     def micro(self, index: int) -> Batch:
         """Micro-batch `index`: the same fields without the leading dimension."""
-        return Batch(*(None if x is None else x[index] for x in self._fields()))
+        return tree_map(lambda x: x[index], self)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """The batch on a device; itself where it is there already."""
-        return Batch(*(None if x is None else x.to(device, non_blocking=non_blocking) for x in self._fields()))
-
-    def _fields(self) -> tuple[Tensor | None, ...]:
-        return self.input_ids, self.labels, self.doc_ids, self.source_ids
+        return tree_map(lambda x: x.to(device, non_blocking=non_blocking), self)

@@ -77,8 +77,9 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         experts, dim, hidden = config.moe.n_experts, config.dim, config.expert_width
-        gate = nn.Parameter(torch.empty(experts, dim, hidden, device="meta")) if config.gated else None
-        self.register_parameter("w_gate", gate)
+        self.w_gate: nn.Parameter | None = None
+        if config.gated:
+            self.w_gate = nn.Parameter(torch.empty(experts, dim, hidden, device="meta"))
         self.w_up = nn.Parameter(torch.empty(experts, dim, hidden, device="meta"))
         self.w_down = nn.Parameter(torch.empty(experts, hidden, dim, device="meta"))
         self.activation = ACTIVATIONS[config.mlp]

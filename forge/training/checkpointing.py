@@ -15,7 +15,7 @@ def apply_activation_checkpointing(model: Transformer) -> None:
     The model has no randomness in its forward pass, so no RNG state is kept either.
     """
     for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def compile_blocks(model: Transformer) -> None:

@@ -74,7 +74,7 @@ class _FusedLosses(Function):
     """Returns (total, ce, squared_lse, d total / d hidden, d total / d weight)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -86,12 +86,12 @@ class _FusedLosses(Function):
         return _forward_and_gradient(hidden, weight, labels, options, chunk, wants_hidden, wants_weight)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # type: ignore[override]
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*output[3:], *inputs[:2])
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, hidden, weight = ctx.saved_tensors
         # Compiled code has no second derivative to refuse, and Dynamo cannot trace one Function inside another.
         scale = _scale if torch.compiler.is_compiling() else _Scale.apply
@@ -126,15 +126,15 @@ class _Scale(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(factor: Tensor, value: Tensor, *depends_on: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(factor: Tensor, value: Tensor, *depends_on: Tensor) -> Tensor:
         return _scale(factor, value)
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:  # type: ignore[override]
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> NoReturn:  # type: ignore[override]
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:
         raise ForgeError("the fused loss can be differentiated once: for second derivatives choose --train.loss plain")
 
 

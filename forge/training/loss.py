@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from forge.config import ModelConfig, TrainConfig
+from forge.data.batch import IGNORE
 from forge.errors import DataError
 from forge.model.head import head_logits
 from forge.pytree import register_node
 from forge.training.fused_loss import LossOptions, TokenLosses, fused_losses, token_losses
-from forge.training.state import IGNORE
 
 
 @register_node

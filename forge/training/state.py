@@ -12,7 +12,7 @@ from forge.data.batch import IGNORE, Batch
 from forge.errors import DonatedError
 from forge.pytree import PyTree, register_closed_node, register_node
 
-__all__ = ["IGNORE", "Batch", "StepResult", "TrainState", "init_state", "take"]
+__all__ = ["IGNORE", "Batch", "StepResult", "TrainState", "init_state", "is_donated", "take"]
 
 
 @register_node
@@ -75,6 +75,11 @@ def _refuse(*_: object) -> NoReturn:
         "this TrainState was given to a train step with donate=True, which reused its storage:"
         " go on with the state that the step returned, or build the step with donate=False"
     )
+
+
+def is_donated(state: TrainState) -> bool:
+    """Whether a step has taken this state's storage."""
+    return type(state) is _DonatedState
 
 
 def take(state: TrainState) -> TrainState:

@@ -1,0 +1,45 @@
+"""Whether a run may go on under a config that is not the one it was started with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forge.config import JobConfig, diff_configs
+from forge.errors import CheckpointError
+
+FREE_SECTIONS = ("eval", "checkpoint", "metrics", "profiling", "distributed")
+FREE_KEYS = frozenset(
+    {
+        "run_dir",
+        "data.path",  # the checkpoint's tokens are compared by content, not by where they lie
+        "data.cache_dir",
+        "data.prefetch",
+        "train.steps",
+        "train.device",
+        "train.micro_batch_size",
+        "train.loss",
+        "train.loss_chunk_size",
+        "train.activation_checkpointing",
+        "train.compile",
+        "train.deterministic",
+        "train.max_consecutive_skips",
+        "model.attention_backend",
+    }
+)
+"""Keys that change where, how fast or how long a run trains, but not what one update computes."""
+
+
+def check_resumable(saved: JobConfig, asked: JobConfig, path: Path) -> None:
+    """Refuse to go on where the configs disagree about what is trained.
+
+    Raises:
+        CheckpointError: names every differing key with both values.
+    """
+    differing = {
+        key: values
+        for key, values in diff_configs(saved, asked).items()
+        if key not in FREE_KEYS and key.split(".")[0] not in FREE_SECTIONS
+    }
+    if differing:
+        listed = ", ".join(f"{key} = {old!r} there, {new!r} asked" for key, (old, new) in differing.items())
+        raise CheckpointError(f"{path} contradicts the config: {listed}; take another --run-dir or the values there")

@@ -1,0 +1,72 @@
+"""The folder of a run's checkpoints: names, order, what is kept.
+
+A checkpoint is a folder `step_00000012`, complete from the moment it has that name. While it is being written, and
+while it is being removed, its name starts with a dot.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
+    """Folder of the checkpoint taken after `step` batches."""
+    return root / f"step_{step:08d}"
+
+
+def checkpoint_step(path: Path) -> int:
+    """Inverse of `checkpoint_path`."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not named like a checkpoint (step_00000012)")
+    return int(match[1])
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The complete checkpoints, oldest first; empty where there is no such folder."""
+    if not root.is_dir():
+        return []
+    return sorted((p for p in root.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()), key=checkpoint_step)
+
+
+def prune_checkpoints(root: Path, keep_last_n: int, keep_every: int = 0) -> list[Path]:
+    """Remove all but the newest `keep_last_n`; steps divisible by `keep_every` are milestones and stay.
+
+    Returns:
+        What was removed.
+    """
+    old = list_checkpoints(root)[: -max(1, keep_last_n)]
+    doomed = [path for path in old if not (keep_every and checkpoint_step(path) % keep_every == 0)]
+    for path in doomed:
+        remove_checkpoint(path)
+    return doomed
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint; one that is half removed is never taken for a complete one."""
+    aside = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what a killed process left half written or half removed. Only while no other process writes here."""
+    if root.is_dir():
+        for path in root.iterdir():
+            if path.name.startswith(".step_"):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to disk: a rename is durable only after this."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
