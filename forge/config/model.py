@@ -106,7 +106,7 @@ class ModelConfig:
     attention_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = field(
         default="auto", validator=one_of("auto", "flash", "efficient", "cudnn", "math")
     )
-    """Kernel behind scaled_dot_product_attention."""
+    """Kernel behind scaled_dot_product_attention; torch.func.vmap over samples wants math."""
     logit_softcap: float | None = field(default=None, validator=optional(number(above=0)))
     """Logits become cap * tanh(logits / cap) (Gemma 2); unset = off."""
     init_std: float = field(default=0.02, validator=number(above=0))

@@ -59,7 +59,6 @@ def _matches(pattern: str, names: Iterable[str]) -> list[str]:
     patterns = ALIASES.get(pattern, (pattern,))
     matched = [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
     if not matched:
-        raise ConfigError(
-            f"train.freeze: the pattern '{pattern}' matches no parameter{did_you_mean(pattern, [*ALIASES, *names])}"
-        )
+        known = [word for word in (*ALIASES, *names) if word != pattern]  # an alias may match nothing: a tied head
+        raise ConfigError(f"train.freeze: the pattern '{pattern}' matches no parameter{did_you_mean(pattern, known)}")
     return matched

@@ -35,31 +35,28 @@ class Schedule:
         return float(self._multiplier(torch.tensor(step, dtype=torch.float64)))
 
 
-def build_scheduler(config: SchedulerConfig, total_steps: int, warmup_steps: int | None = None) -> Schedule:
+def build_scheduler(config: SchedulerConfig, total_steps: int) -> Schedule:
     """The schedule that the config's class names.
 
     Args:
-        total_steps: updates of the run; `train.steps`.
-        warmup_steps: overrides the config's; where both are unset, 5 % of the run.
+        total_steps: updates of the run, `train.steps`; the last one ends the decay. Where `warmup_steps` is unset,
+            5 % of them are warmup; where wsd's `stable_steps` is, the last 20 % are decay.
     """
     if isinstance(config, NoSchedule):
         return Schedule(torch.ones_like)
-    warmup = warmup_steps if warmup_steps is not None else config.warmup_steps
-    if warmup is None:
-        warmup = int(total_steps * WARMUP_SHARE)
+    warmup = int(total_steps * WARMUP_SHARE) if config.warmup_steps is None else config.warmup_steps
     if isinstance(config, Constant):
         return Schedule(_with_warmup(warmup, torch.ones_like))
+    start, updates, floor = warmup, None, config.min_lr_ratio
     if isinstance(config, WSD):
         stable = config.stable_steps
         if stable is None:
             stable = max(0, total_steps - warmup - round(total_steps * DECAY_SHARE))
-        # Updates warmup .. warmup + stable - 1 are at the peak, the last of them at t = 0.
-        start, length = warmup + max(stable, 1) - 1, None
-        floor, shape = config.min_lr_ratio, _DECAYS[config.decay]
+        start = warmup + stable
     else:
-        start, length, floor = warmup, config.decay_steps, config.min_lr_ratio
-        shape = _shape(config)
-    span = max(1, (length if length is not None else total_steps - start) - 1)
+        updates = config.decay_steps
+    span = max(1, (total_steps - start if updates is None else updates) - 1)
+    shape = _shape(config)
 
     def after_warmup(n: Tensor) -> Tensor:
         t = ((n - start) / span).clamp(0.0, 1.0)
@@ -76,16 +73,14 @@ def _with_warmup(warmup: int, after: Shape) -> Shape:
     return lambda n: torch.where(n < warmup, (n + 1) / warmup, after(n))
 
 
-def _shape(config: Cosine | Linear | REX) -> Shape:
+def _shape(config: Cosine | Linear | WSD | REX) -> Shape:
     """Decay from 1 at t = 0 to 0 at t = 1."""
-    if isinstance(config, Cosine):
-        return _DECAYS["cosine"]
-    if isinstance(config, Linear):
-        return _DECAYS["linear"]
-    if config.alpha is not None:
-        alpha = config.alpha
-        return lambda t: (1 - t) ** alpha
-    return lambda t: (1 - t) / (1 - t / 2)  # Chen, Wolfe, Kyrillidis 2021, eq. 1
+    if not isinstance(config, REX):
+        return _DECAYS[config.decay if isinstance(config, WSD) else config.name]
+    if config.alpha is None:
+        return lambda t: (1 - t) / (1 - t / 2)  # Chen, Wolfe, Kyrillidis 2021, eq. 1
+    alpha = config.alpha
+    return lambda t: (1 - t) ** alpha
 
 
 _DECAYS: dict[str, Shape] = {

@@ -9,25 +9,20 @@ from torch import Tensor
 
 from forge.config import AdamW
 from forge.pytree import PyTree
-from forge.training.optimizer.core import Optimizer, Params
-from forge.training.optimizer.roles import Role, decays
+from forge.training.optimizer.core import Optimizer, Params, bias_correction, scalar_zeros, wide, zeros
+from forge.training.optimizer.roles import Role, decayed_names
 
 
 def adamw(config: AdamW, roles: dict[str, Role]) -> Optimizer:
     """State: `mu` and `nu`, fp32 of the parameter's shape, and `count`, fp32 ()."""
-    decayed = {name for name, role in roles.items() if decays(role)}
-    return build_adamw(config.beta1, config.beta2, config.eps, config.weight_decay, decayed)
+    return build_adamw(config.beta1, config.beta2, config.eps, config.weight_decay, decayed_names(roles))
 
 
 def build_adamw(beta1: float, beta2: float, eps: float, weight_decay: float, decayed: Collection[str]) -> Optimizer:
     """AdamW that decays the named parameters: p -= lr (mu^ / (sqrt(nu^) + eps) + wd p), ^ = bias-corrected."""
 
     def init(params: Params) -> PyTree:
-        return {
-            "mu": {name: torch.zeros_like(p, dtype=torch.float32) for name, p in params.items()},
-            "nu": {name: torch.zeros_like(p, dtype=torch.float32) for name, p in params.items()},
-            "count": {name: torch.zeros((), dtype=torch.float32, device=p.device) for name, p in params.items()},
-        }
+        return {"mu": zeros(params), "nu": zeros(params), "count": scalar_zeros(params)}
 
     def update(grads: Params, opt_state: PyTree, params: Params, lr: Tensor) -> tuple[Params, PyTree]:
         mu, nu, count = (dict(opt_state[key]) for key in ("mu", "nu", "count"))
@@ -37,8 +32,8 @@ def build_adamw(beta1: float, beta2: float, eps: float, weight_decay: float, dec
             count[name] = count[name] + 1
             mu[name] = beta1 * mu[name] + (1 - beta1) * g
             nu[name] = beta2 * nu[name] + (1 - beta2) * g * g
-            corrected = mu[name] / (1 - beta1 ** count[name])
-            root = (nu[name] / (1 - beta2 ** count[name])).sqrt()
+            corrected = mu[name] / bias_correction(beta1, count[name])
+            root = (nu[name] / bias_correction(beta2, count[name])).sqrt()
             kept = 1 - lr * weight_decay if name in decayed else 1.0
             new[name] = (params[name] * kept - lr * corrected / (root + eps)).to(params[name].dtype)
         return new, {"mu": mu, "nu": nu, "count": count}
@@ -52,7 +47,7 @@ def build_adamw(beta1: float, beta2: float, eps: float, weight_decay: float, dec
         for names, decay in _groups(grads, decayed, weight_decay):
             torch._fused_adamw_(
                 [params[name] for name in names],
-                [grads[name] for name in names],
+                [grads[name].to(wide(grads[name])) for name in names],
                 [mu[name] for name in names],
                 [nu[name] for name in names],
                 [],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ class Optimizer(NamedTuple):
     """(grads, opt_state, params, lr fp32 ()) -> (params, opt_state); out of place, works under `torch.func`."""
     update_: UpdateInPlace | None = None
     """(grads, opt_state, params, lr, scale, ok): the same in place, on gradients times `scale`; may overwrite the
-    gradients. Where `ok` is false not a bit of params and opt_state changes; decided on the device."""
+    gradients. Where `ok` is false no value in params and opt_state changes; decided on the device. Parameters below
+    fp32 take it through `with_master_weights`."""
     eval_params: EvalParams = _as_they_are
     """(params, opt_state) -> the parameters to evaluate and export; identity but for schedule-free."""
 
@@ -62,7 +64,7 @@ def apply_update(
         with torch.no_grad():
             optimizer.update_(grads, opt_state, params, lr, scale, ok)
         return params, opt_state
-    clean = {name: torch.where(ok, grad * scale.to(grad.dtype), 0.0) for name, grad in grads.items()}
+    clean = {name: torch.where(ok, grad.to(wide(grad)) * scale, 0.0) for name, grad in grads.items()}
     new_params, new_state = optimizer.update(clean, opt_state, params, lr)
     return tree_where(ok, new_params, params), tree_where(ok, new_state, opt_state)
 
@@ -71,16 +73,44 @@ def extend(optimizer: Optimizer, opt_state: PyTree, params: Params) -> PyTree:
     """Give the parameters that have no entry yet a fresh one: their optimizer state starts now."""
     known = {name for part in opt_state.values() for name in part}
     fresh = optimizer.init({name: p for name, p in params.items() if name not in known})
-    return {key: {**part, **fresh.get(key, {})} for key, part in opt_state.items()}
+    return {key: {**part, **fresh[key]} for key, part in opt_state.items()}
 
 
-def gate(grads: list[Tensor], scale: Tensor, ok: Tensor) -> None:
-    """In place: gradients times `scale`, and zero where `ok` is false, whatever they held."""
-    torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+def wide(tensor: Tensor) -> torch.dtype:
+    """The dtype in which optimizer arithmetic on `tensor` is done and kept: fp32, or fp64 for fp64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def zeros(params: Params) -> Params:
+    """A moment for each parameter, of its shape and in its wide dtype."""
+    return {name: torch.zeros_like(p, dtype=wide(p)) for name, p in params.items()}
+
+
+def scalar_zeros(params: Params) -> Params:
+    """A number for each parameter, fp32 ()."""
+    return {name: torch.zeros((), dtype=torch.float32, device=p.device) for name, p in params.items()}
+
+
+def bias_correction(beta: float, count: Tensor) -> Tensor:
+    """1 - beta^count for count >= 1, without cancellation: in fp32, 1 - 0.999^1 is wrong in the fifth digit."""
+    return -torch.expm1(count * (math.log(beta) if beta else -math.inf))
+
+
+def gated(grads: list[Tensor], scale: Tensor, ok: Tensor) -> list[Tensor]:
+    """Gradients times `scale`, and zero where `ok` is false, whatever they held; in place where they are wide."""
+    grads = [grad.to(wide(grad)) for grad in grads]
+    torch._foreach_mul_(grads, scale)
     for grad in grads:
         grad.masked_fill_(~ok, 0.0)
+    return grads
 
 
 def keep_unless(ok: Tensor, beta: float) -> Tensor:
-    """beta, or 1 where `ok` is false: m * 1 + 0 leaves every bit of a buffer."""
+    """beta, or 1 where `ok` is false: m * 1 + 0 leaves a buffer as it is; fp32 ()."""
     return torch.where(ok, beta, 1.0).to(torch.float32)
+
+
+def shrink(params: list[Tensor], by: Tensor) -> None:
+    """In place p *= 1 - by: decoupled weight decay."""
+    if params:
+        torch._foreach_mul_(params, 1 - by)

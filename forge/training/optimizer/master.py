@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 from forge.pytree import PyTree
-from forge.training.optimizer.core import Optimizer, Params
+from forge.training.optimizer.core import Optimizer, Params, wide
 
 
 def with_master_weights(optimizer: Optimizer) -> Optimizer:
-    """Keep a fp32 copy of every low-precision parameter in the state, update that, and round it into the parameter.
+    """Keep a fp32 copy of every trained parameter in the state, update that, and round it into the parameter.
 
-    State: the inner optimizer's, and `master`, fp32 of the parameter's shape.
+    State: the inner optimizer's, and `master`, fp32 of the parameter's shape. A skipped update rounds the unchanged
+    masters again, which gives the same bits.
     """
 
     def init(params: Params) -> PyTree:
-        masters = {name: p.to(torch.float32, copy=True) for name, p in params.items()}
+        masters = {name: p.to(wide(p), copy=True) for name, p in params.items()}
         return {**optimizer.init(masters), "master": masters}
 
     def split(opt_state: PyTree) -> tuple[PyTree, Params]:
@@ -24,16 +25,16 @@ def with_master_weights(optimizer: Optimizer) -> Optimizer:
 
     def update(grads: Params, opt_state: PyTree, params: Params, lr: Tensor) -> tuple[Params, PyTree]:
         inner, masters = split(opt_state)
-        new, inner = optimizer.update({n: g.float() for n, g in grads.items()}, inner, masters, lr)
+        new, inner = optimizer.update({name: g.to(wide(g)) for name, g in grads.items()}, inner, masters, lr)
         rounded = {name: new[name].to(p.dtype) if name in grads else p for name, p in params.items()}
         return rounded, {**inner, "master": new}
 
     def update_(grads: Params, opt_state: PyTree, params: Params, lr: Tensor, scale: Tensor, ok: Tensor) -> None:
         inner, masters = split(opt_state)
         assert optimizer.update_ is not None
-        optimizer.update_({n: g.float() for n, g in grads.items()}, inner, masters, lr, scale, ok)
-        for name in grads:
-            params[name].copy_(masters[name])
+        optimizer.update_({name: g.to(wide(g)) for name, g in grads.items()}, inner, masters, lr, scale, ok)
+        if grads:
+            torch._foreach_copy_([params[name] for name in grads], [masters[name] for name in grads])
 
     def eval_params(params: Params, opt_state: PyTree) -> Params:
         inner, masters = split(opt_state)

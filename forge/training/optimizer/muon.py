@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from forge.config import Muon
+from forge.errors import ConfigError
 from forge.pytree import PyTree
 from forge.training.optimizer.adamw import build_adamw
-from forge.training.optimizer.core import Optimizer, Params, gate, keep_unless
+from forge.training.optimizer.core import Optimizer, Params, gated, keep_unless, shrink, zeros
 from forge.training.optimizer.newton_schulz import orthogonalise
-from forge.training.optimizer.roles import Role, decays
-from forge.training.optimizer.sgd import shrink
+from forge.training.optimizer.roles import Role, decayed_names
 
 
 def muon(config: Muon, roles: dict[str, Role]) -> Optimizer:
@@ -21,10 +21,15 @@ def muon(config: Muon, roles: dict[str, Role]) -> Optimizer:
 
     m = momentum m + (1 - momentum) g; p -= lr (scaling * orthogonalise(m or its Nesterov lookahead) + wd p). An expert
     tensor (E, in, out) is E matrices. AdamW's learning rate follows the schedule: lr * adam_lr / config.lr.
+
+    Raises:
+        ConfigError: lr is 0 and adam_lr is not.
     """
     hidden = {name for name, role in roles.items() if role == "hidden"}
-    decayed = {name for name, role in roles.items() if decays(role)}
+    decayed = decayed_names(roles)
     adam = build_adamw(config.adam_beta1, config.adam_beta2, config.adam_eps, config.weight_decay, decayed)
+    if config.adam_lr and not config.lr:
+        raise ConfigError("optimizer.lr = 0 stops muon's AdamW too, whose lr follows it: set optimizer.adam_lr = 0 too")
     ratio = config.adam_lr / config.lr if config.lr else 0.0
     beta = config.momentum
 
@@ -34,16 +39,16 @@ def muon(config: Muon, roles: dict[str, Role]) -> Optimizer:
 
     def init(params: Params) -> PyTree:
         mine, rest = split(params)
-        momentum = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in mine.items()}
-        return {"momentum": momentum, **adam.init(rest)}
+        return {"momentum": zeros(mine), **adam.init(rest)}
 
     def update(grads: Params, opt_state: PyTree, params: Params, lr: Tensor) -> tuple[Params, PyTree]:
         mine, rest = split(grads)
         momentum, new = dict(opt_state["momentum"]), dict(params)
         ahead: Params = {}
         for name, grad in mine.items():
-            momentum[name] = beta * momentum[name] + (1 - beta) * grad
-            ahead[name] = beta * momentum[name] + (1 - beta) * grad if config.nesterov else momentum[name]
+            g = (1 - beta) * grad.to(momentum[name].dtype)
+            momentum[name] = beta * momentum[name] + g
+            ahead[name] = beta * momentum[name] + g if config.nesterov else momentum[name]
         for name, step in _orthogonal_steps(ahead, config).items():
             kept = 1 - lr * config.weight_decay if name in decayed else 1.0
             new[name] = (params[name] * kept - lr * step).to(params[name].dtype)
@@ -57,9 +62,8 @@ def muon(config: Muon, roles: dict[str, Role]) -> Optimizer:
         adam.update_(rest, opt_state, params, lr * ratio, scale, ok)
         if not mine:
             return
-        names, g = list(mine), list(mine.values())
+        names, g = list(mine), gated(list(mine.values()), scale, ok)
         m = [opt_state["momentum"][name] for name in names]
-        gate(g, scale, ok)
         torch._foreach_mul_(g, 1 - beta)
         torch._foreach_mul_(m, keep_unless(ok, beta))
         torch._foreach_add_(m, g)

@@ -35,3 +35,8 @@ def parameter_roles(params: nn.Module | Mapping[str, Tensor]) -> dict[str, Role]
 def decays(role: Role) -> bool:
     """Weight decay acts on matrices only: no norm, bias or embedding."""
     return role in ("hidden", "router", "head")
+
+
+def decayed_names(roles: Mapping[str, Role]) -> frozenset[str]:
+    """The parameters that weight decay acts on."""
+    return frozenset(name for name, role in roles.items() if decays(role))

@@ -11,89 +11,76 @@ from torch import Tensor
 
 from forge.config import ScheduleFree
 from forge.pytree import PyTree
-from forge.training.optimizer.core import Optimizer, Params, gate, keep_unless
-from forge.training.optimizer.roles import Role, decays
+from forge.training.optimizer.core import (
+    Optimizer,
+    Params,
+    bias_correction,
+    gated,
+    keep_unless,
+    scalar_zeros,
+    wide,
+    zeros,
+)
+from forge.training.optimizer.roles import Role, decayed_names
 
 
 def schedule_free(config: ScheduleFree, roles: dict[str, Role]) -> Optimizer:
-    """State: `z` and `nu`, fp32 of the parameter's shape; `count`, `weight_sum` and `lr_max`, fp32 ().
+    """State: `z` and `nu`, fp32 of the parameter's shape; `count` and `weight_sum`, fp32 ().
 
-    With k updates made: lr_k = lr min(1, (k + 1) / warmup); nu = beta2 nu + (1 - beta2) g^2;
-    d = g / (sqrt(nu / (1 - beta2^(k+1))) + eps) + wd y; z -= lr_k d; c = w / sum of w with w = (k + 1)^r lr_max^p;
+    At update k = 1, 2, ...: lr_k = lr min(1, k / warmup); nu = beta2 nu + (1 - beta2) g^2;
+    d = g / (sqrt(nu / (1 - beta2^k)) + eps) + wd y; z -= lr_k d; c = w_k / sum of w with w_k = k^r lr_k^p;
     x = (1 - c) x + c z; y = (1 - beta1) z + beta1 x.
+    Without x: y += c (z - y) - lr_k (1 - beta1 (1 - c)) d, with z as it was before.
     """
-    beta1, beta2, decay = config.beta1, config.beta2, config.weight_decay
-    decayed = {name for name, role in roles.items() if decays(role)}
+    beta1, beta2, decayed = config.beta1, config.beta2, decayed_names(roles)
 
     def init(params: Params) -> PyTree:
-        scalar = {name: torch.zeros((), dtype=torch.float32, device=p.device) for name, p in params.items()}
-        return {
-            "z": {name: p.to(torch.float32, copy=True) for name, p in params.items()},
-            "nu": {name: torch.zeros_like(p, dtype=torch.float32) for name, p in params.items()},
-            "count": scalar,
-            "weight_sum": {name: torch.zeros_like(s) for name, s in scalar.items()},
-            "lr_max": {name: torch.zeros_like(s) for name, s in scalar.items()},
-        }
+        z = {name: p.to(wide(p), copy=True) for name, p in params.items()}
+        return {"z": z, "nu": zeros(params), "count": scalar_zeros(params), "weight_sum": scalar_zeros(params)}
 
-    def advance(count: Tensor, weight_sum: Tensor, lr_max: Tensor, lr: Tensor) -> tuple[Tensor, ...]:
-        """The scalars after an update: count, weight sum, largest lr; and this update's lr and averaging weight c."""
+    def advance(count: Tensor, weight_sum: Tensor, lr: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Count and weight sum after an update; this update's lr and its share c in the average."""
         count = count + 1
         if config.warmup_steps:
             lr = lr * (count / config.warmup_steps).clamp(max=1.0)
-        lr_max = torch.maximum(lr_max, lr)
-        weight = count**config.r * lr_max**config.weight_lr_power
+        weight = count**config.r * lr**config.weight_lr_power
         weight_sum = weight_sum + weight
-        share = torch.where(weight_sum > 0, weight / torch.where(weight_sum > 0, weight_sum, 1.0), 0.0)
-        return count, weight_sum, lr_max, lr, share
+        share = weight / torch.where(weight_sum > 0, weight_sum, 1.0)
+        return count, weight_sum, lr, share
 
     def update(grads: Params, opt_state: PyTree, params: Params, lr: Tensor) -> tuple[Params, PyTree]:
-        new, state = dict(params), {key: dict(part) for key, part in opt_state.items()}
+        new, z, nu, count, total = map(dict, (params, *(opt_state[key] for key in ("z", "nu", "count", "weight_sum"))))
         for name, grad in grads.items():
-            y, z, nu = params[name], state["z"][name], state["nu"][name]
-            count, weight_sum, lr_max, step_lr, share = advance(
-                state["count"][name], state["weight_sum"][name], state["lr_max"][name], lr
-            )
-            nu = beta2 * nu + (1 - beta2) * grad * grad
-            step = grad / ((nu / (1 - beta2**count)).sqrt() + config.eps)
+            y, g = params[name], grad.to(nu[name].dtype)
+            count[name], total[name], step_lr, share = advance(count[name], total[name], lr)
+            nu[name] = beta2 * nu[name] + (1 - beta2) * g * g
+            step = g / ((nu[name] / bias_correction(beta2, count[name])).sqrt() + config.eps)
             if name in decayed:
-                step = step + decay * y
-            x = (y - (1 - beta1) * z) / beta1
-            z = z - step_lr * step
-            x = (1 - share) * x + share * z
-            new[name] = ((1 - beta1) * z + beta1 * x).to(y.dtype)
-            for key, value in zip(state, (z, nu, count, weight_sum, lr_max), strict=True):
-                state[key][name] = value
-        return new, state
+                step = step + config.weight_decay * y
+            moved = y + share * (z[name] - y) - step_lr * (1 - beta1 * (1 - share)) * step
+            new[name] = moved.to(y.dtype)
+            z[name] = z[name] - step_lr * step
+        return new, {"z": z, "nu": nu, "count": count, "weight_sum": total}
 
     def update_(grads: Params, opt_state: PyTree, params: Params, lr: Tensor, scale: Tensor, ok: Tensor) -> None:
         names = list(grads)
         if not names:
             return
-        gate([grads[name] for name in names], scale, ok)
-        y, z, nu, g = ([part[name] for name in names] for part in (params, opt_state["z"], opt_state["nu"], grads))
-        torch._foreach_mul_(nu, keep_unless(ok, beta2))
-        torch._foreach_add_(nu, torch._foreach_mul(g, g), alpha=1 - beta2)
-        # y' = y + c (z - y) - lr (1 - beta1 (1 - c)) d with the old z, and z' = z - lr d: no x is ever stored.
-        scalars = [advance(*(opt_state[key][name] for key in ("count", "weight_sum", "lr_max")), lr) for name in names]
-        roots = torch._foreach_div(nu, [1 - beta2**count for count, *_ in scalars])
-        torch._foreach_sqrt_(roots)
-        torch._foreach_add_(roots, config.eps)
-        torch._foreach_div_(g, roots)
-        decays_here = [i for i, name in enumerate(names) if name in decayed]
-        if decay and decays_here:
-            torch._foreach_add_([g[i] for i in decays_here], [y[i] for i in decays_here], alpha=decay)
-        lrs = [step_lr * ok for *_, step_lr, _ in scalars]
-        shares = [share * ok for *_, share in scalars]
-        towards = torch._foreach_sub(z, y)
-        torch._foreach_mul_(towards, shares)
-        torch._foreach_add_(y, towards)
-        steps = torch._foreach_mul(g, [step_lr * (1 - beta1 * (1 - c)) for step_lr, c in zip(lrs, shares, strict=True)])
-        torch._foreach_sub_(y, steps)
-        torch._foreach_sub_(z, torch._foreach_mul(g, lrs))
-        for name, (count, weight_sum, lr_max, _, _) in zip(names, scalars, strict=True):
-            for key, value in (("count", count), ("weight_sum", weight_sum), ("lr_max", lr_max)):
-                held = opt_state[key][name]
-                held.copy_(torch.where(ok, value, held))
+        held = {key: torch.stack([opt_state[key][name] for name in names]) for key in ("count", "weight_sum")}
+        count, total, lrs, shares = advance(held["count"], held["weight_sum"], lr)
+        lrs, shares = (lrs * ok).expand_as(shares), shares * ok
+        pulls, corrections = lrs * (1 - beta1 * (1 - shares)), bias_correction(beta2, count)
+        kept = keep_unless(ok, beta2)
+        for i, (name, g) in enumerate(zip(names, gated(list(grads.values()), scale, ok), strict=True)):
+            y, z, nu = params[name], opt_state["z"][name], opt_state["nu"][name]
+            nu.mul_(kept).addcmul_(g, g, value=1 - beta2)
+            step = g.div_((nu / corrections[i]).sqrt_().add_(config.eps))
+            if name in decayed:
+                step.add_(y, alpha=config.weight_decay)
+            y.add_((z - y).mul_(shares[i])).sub_(step * pulls[i])
+            z.sub_(step.mul_(lrs[i]))
+            opt_state["count"][name].add_(ok)
+            opt_state["weight_sum"][name].copy_(torch.where(ok, total[i], opt_state["weight_sum"][name]))
 
     def eval_params(params: Params, opt_state: PyTree) -> Params:
         """x, the average, for the parameters that are trained; the others as they are."""

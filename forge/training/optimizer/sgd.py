@@ -7,17 +7,16 @@ from torch import Tensor
 
 from forge.config import SGD
 from forge.pytree import PyTree
-from forge.training.optimizer.core import Optimizer, Params, gate, keep_unless
-from forge.training.optimizer.roles import Role, decays
+from forge.training.optimizer.core import Optimizer, Params, gated, keep_unless, shrink, zeros
+from forge.training.optimizer.roles import Role, decayed_names
 
 
 def sgd(config: SGD, roles: dict[str, Role]) -> Optimizer:
-    """State: `momentum`, fp32 of the parameter's shape: m = momentum m + g, p -= lr m."""
-    beta, decay = config.momentum, config.weight_decay
-    decayed = {name for name, role in roles.items() if decays(role)}
+    """State: `momentum`, fp32 of the parameter's shape: m = momentum m + g, p -= lr (m or g + momentum m, and wd p)."""
+    beta, decay, decayed = config.momentum, config.weight_decay, decayed_names(roles)
 
     def init(params: Params) -> PyTree:
-        return {"momentum": {name: torch.zeros_like(p, dtype=torch.float32) for name, p in params.items()}}
+        return {"momentum": zeros(params)}
 
     def update(grads: Params, opt_state: PyTree, params: Params, lr: Tensor) -> tuple[Params, PyTree]:
         momentum, new = dict(opt_state["momentum"]), dict(params)
@@ -32,19 +31,13 @@ def sgd(config: SGD, roles: dict[str, Role]) -> Optimizer:
         names = list(grads)
         if not names:
             return
-        g, m, p = ([part[name] for name in names] for part in (grads, opt_state["momentum"], params))
-        gate(g, scale, ok)
+        g = gated(list(grads.values()), scale, ok)
+        m, p = ([part[name] for name in names] for part in (opt_state["momentum"], params))
         lr = lr * ok
         torch._foreach_mul_(m, keep_unless(ok, beta))
         torch._foreach_add_(m, g)
         steps = torch._foreach_add(g, m, alpha=beta) if config.nesterov else m
         shrink([params[name] for name in names if name in decayed], lr * decay)
-        torch._foreach_add_(p, torch._foreach_mul(steps, -lr))
+        torch._foreach_sub_(p, torch._foreach_mul(steps, lr))
 
     return Optimizer(init, update, update_)
-
-
-def shrink(params: list[Tensor], by: Tensor) -> None:
-    """In place p *= 1 - by: decoupled weight decay."""
-    if params:
-        torch._foreach_mul_(params, 1 - by)
