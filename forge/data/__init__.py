@@ -1,1 +1,27 @@
 """Token data: a batch is a pure function of (config, step)."""
+
+from forge.data.batch import IGNORE, Batch
+from forge.data.batches import (
+    EvalBatches,
+    TokenDataset,
+    build_batch_at,
+    check_vocab,
+    document_ids,
+    eval_batches,
+    n_samples,
+    open_dataset,
+)
+from forge.data.documents import find_documents
+from forge.data.manifest import FileEntry, Manifest, read_manifest
+from forge.data.order import permuted, permuted_array
+from forge.data.prefetch import prefetch
+from forge.data.prepare import prepare, prepared
+from forge.data.shard import Shard, open_raw, open_shard, write_shard
+from forge.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, build_tokenizer
+
+__all__ = [
+    "IGNORE", "Batch", "ByteTokenizer", "EvalBatches", "FileEntry", "JsonTokenizer", "Manifest", "Shard",
+    "TokenDataset", "Tokenizer", "build_batch_at", "build_tokenizer", "check_vocab", "document_ids", "eval_batches",
+    "find_documents", "n_samples", "open_dataset", "open_raw", "open_shard", "permuted", "permuted_array", "prefetch",
+    "prepare", "prepared", "read_manifest", "write_shard",
+]  # fmt: skip
