@@ -108,7 +108,7 @@ def test_a_checkpoint_of_another_shape_is_refused_with_the_names_that_differ(tmp
     ):
         load_checkpoint(path, template_state(wider, build_parts(wider, build_runtime(wider)), 12))
     other = evolve(CONFIG, optimizer=Lion())
-    with pytest.raises(CheckpointError, match="opt_state/momentum/.* is missing"):
+    with pytest.raises(CheckpointError, match=r"opt_state/momentum/.* is missing"):
         load_checkpoint(path, template_state(other, build_parts(other, build_runtime(other)), 12))
 
 
@@ -172,7 +172,7 @@ def test_a_failed_write_leaves_nothing_and_keeps_the_old(tmp_path, monkeypatch, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(save, broken, full)
-    with pytest.raises(CheckpointError, match="cannot be written: .*No space left"):
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left"):
         save_checkpoint(tmp_path, _state(step=20)[0], config=CONFIG)
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == [old.name]

@@ -26,5 +26,5 @@ def test_the_run_stops_when_more_than_the_limit_are_skipped_in_a_row(flags, limi
 def test_the_message_says_how_many_and_what_to_do():
     skips = SkipLimit(1, 1)
     skips.note(torch.tensor(True))
-    with pytest.raises(RunError, match="2 updates in a row were skipped.*lower"):
+    with pytest.raises(RunError, match=r"2 updates in a row were skipped.*lower"):
         skips.note(torch.tensor(True))

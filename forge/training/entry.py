@@ -1,0 +1,190 @@
+"""`run_training(config)`: build every part of a run, train, save, tear down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from forge.checkpoint import (
+    check_resumable,
+    latest_sound,
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    read_manifest,
+    remove_leftovers,
+    save_checkpoint,
+)
+from forge.config import JobConfig, load_config, save_config
+from forge.data import prefetch
+from forge.errors import CheckpointError, RunError, Stopped
+from forge.logging import get_logger
+from forge.metrics import MetricsTracker
+from forge.resilience import catch_signals, lock_run
+from forge.training.data_pipeline import DataPipeline, build_data_pipeline
+from forge.training.eval import run_eval
+from forge.training.hooks import Hook, HookRunner
+from forge.training.loop import Loop, run_loop
+from forge.training.parts import Parts, build_parts, initial_state, step_for, template_state
+from forge.training.profiling import profile_window
+from forge.training.progress import Progress, counting_progress, training_progress
+from forge.training.runtime import Runtime, build_runtime, deterministic_kernels
+from forge.training.samples import sample_text
+from forge.training.state import TrainState
+from forge.training.step import TrainStep
+
+log = get_logger(__name__)
+
+
+def run_training(
+    config: JobConfig, *, step_fn: TrainStep | None = None, hooks: Iterable[Hook] | Hook | None = None
+) -> TrainState:
+    """Train as the config says, in `config.run_dir`; where that holds a checkpoint, go on from it.
+
+    Args:
+        step_fn: replaces the whole step, (state, batch) -> (state, StepResult).
+        hooks: watch the run; see `forge.training.hooks`.
+
+    Returns:
+        The state after the last update.
+
+    Raises:
+        ForgeError: a mistake in config, data or run folder, or too many bad steps.
+        Stopped: a signal ended the run, after saving.
+    """
+    runner = HookRunner([hooks] if isinstance(hooks, Hook) else hooks or ())
+    run_dir = Path(config.run_dir)
+    runtime = build_runtime(config)
+    with ExitStack() as stack:
+        stack.enter_context(lock_run(run_dir))
+        stack.enter_context(deterministic_kernels(config.train.deterministic))
+        saved = _find_checkpoint(config, run_dir)
+        with counting_progress("tokenising documents") as report:
+            data = build_data_pipeline(config, progress=report)
+        parts = build_parts(config, runtime)
+        state, notes = _start(config, parts, data, saved)
+        done = int(state.step)
+        if done >= config.train.steps:
+            print(f"{run_dir}: this run has finished all its {done} steps; --train.steps {2 * done} would go on.")
+            return state
+        save_config(config, run_dir / "config.toml")
+        tracker = _tracker(config, runtime, run_dir, done, notes)
+        stack.callback(tracker.close)
+        progress = stack.enter_context(training_progress(config.train.steps, done))
+        _announce(config, parts, data, done, progress)
+        batches = stack.enter_context(closing(prefetch(data.batch_at, done, config.train.steps, config.data.prefetch)))
+        loop = Loop(
+            config=config,
+            device=runtime.device,
+            batches=batches,
+            step_at=(lambda _, state: (step_fn, state)) if step_fn is not None else step_for(config, parts),
+            evaluate=_evaluation(parts, data),
+            save=_saving(config, run_dir, tracker, data),
+            before_step=stack.enter_context(profile_window(config.profiling, run_dir / "profile")),
+            tracker=tracker,
+            hooks=runner,
+            progress=progress,
+        )
+        runner.on_train_begin(config, done)
+        with catch_signals() as interruption:
+            state = run_loop(state, loop, interruption)
+        step = int(state.step)
+        runner.on_train_end(step)
+        if step < config.train.steps and interruption.signal is not None:
+            raise Stopped(interruption.signal, f"saved step {step} in {run_dir}; the same command goes on from there")
+        _farewell(config, parts, data, state, progress)
+    return state
+
+
+def _find_checkpoint(config: JobConfig, run_dir: Path) -> Path | None:
+    """The newest sound checkpoint of the run folder, if it fits the config."""
+    root = run_dir / "checkpoints"
+    remove_leftovers(root)
+    saved = latest_sound(root)
+    if saved is None:
+        if list_checkpoints(root):
+            raise CheckpointError(
+                f"{root}: every checkpoint is damaged: choose another --run-dir, or remove the folder"
+            )
+        return None
+    check_resumable(load_config(saved / "config.toml"), config, saved)
+    return saved
+
+
+def _start(
+    config: JobConfig, parts: Parts, data: DataPipeline, saved: Path | None
+) -> tuple[TrainState, dict[str, Any]]:
+    """The state to train from, and the notes beside it."""
+    if saved is None:
+        return initial_state(config, parts), {}
+    manifest = read_manifest(saved)
+    if manifest["notes"].get("data", data.fingerprint) != data.fingerprint:
+        raise CheckpointError(
+            f"{saved} was trained on other tokens than {config.data.path} holds now: give the same data, or another"
+            " --run-dir"
+        )
+    template = template_state(config, parts, manifest["step"])
+    return load_checkpoint(saved, template, device=parts.runtime.device), manifest["notes"]
+
+
+def _tracker(config: JobConfig, runtime: Runtime, run_dir: Path, done: int, notes: dict[str, Any]) -> MetricsTracker:
+    total, weight = notes.get("loss_ema", (0.0, 0.0))
+    tracker = MetricsTracker(config, runtime.world_size, device=runtime.device, ema_state=(total, weight))
+    try:
+        tracker.init_backends(config, resume_step=done)
+    except OSError as error:
+        raise RunError(f"{run_dir}: metrics cannot be written ({error.strerror})") from None
+    return tracker
+
+
+def _evaluation(parts: Parts, data: DataPipeline) -> Callable[[TrainState], dict[str, float]] | None:
+    batches = data.eval_batches
+    if batches is None:
+        return None
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        params = parts.optimizer.eval_params(state.params, state.opt_state)
+        on_device = (batch.to(parts.runtime.device) for batch in batches)
+        return run_eval(parts.eval_step, params, state.extras, on_device, bytes_per_token=data.bytes_per_token)
+
+    return evaluate
+
+
+def _saving(
+    config: JobConfig, run_dir: Path, tracker: MetricsTracker, data: DataPipeline
+) -> Callable[[TrainState], Path]:
+    root = run_dir / "checkpoints"
+
+    def save(state: TrainState) -> Path:
+        notes = {"loss_ema": list(tracker.ema_state()), "data": data.fingerprint}
+        path = save_checkpoint(root, state, config=config, notes=notes)
+        prune_checkpoints(root, config.checkpoint.keep_last_n, config.checkpoint.keep_every)
+        return path
+
+    return save
+
+
+def _announce(config: JobConfig, parts: Parts, data: DataPipeline, done: int, progress: Progress) -> None:
+    train = config.train
+    size = sum(p.numel() for p in parts.model.parameters()) / 1e6
+    epochs = train.steps * train.global_batch_size / data.samples
+    progress.note(
+        f"{f'resuming at step {done}' if done else 'starting'}: {size:.2f} M parameters, {config.optimizer.name},"
+        f" {train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens ({epochs:.2f} epochs)"
+        f" on {parts.runtime.device}"
+    )
+
+
+def _farewell(config: JobConfig, parts: Parts, data: DataPipeline, state: TrainState, progress: Progress) -> None:
+    """A sample of what the model writes, and how to go on."""
+    if config.eval.sample_tokens:
+        params = parts.optimizer.eval_params(state.params, state.opt_state)
+        text = sample_text(config, params, state.extras, data.tokenizer)
+        progress.note("a sample:\n" + "\n".join("    " + line for line in text.splitlines()))
+    run_dir, prompt = config.run_dir, config.eval.sample_prompt
+    progress.note(
+        f"done: {run_dir}; look: tensorboard --logdir {run_dir}/tensorboard; go on: add --train.steps"
+        f" {2 * config.train.steps}; generate: python cli.py generate --run-dir {run_dir} --prompt '{prompt}'"
+    )

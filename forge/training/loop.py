@@ -1,0 +1,132 @@
+"""The loop: feed the step, and report, evaluate and save around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from attrs import frozen
+
+from forge.config import JobConfig
+from forge.data.batch import Batch
+from forge.errors import CheckpointError
+from forge.logging import get_logger
+from forge.metrics import MetricsTracker, StepMetrics
+from forge.resilience import Interruption, SkipLimit
+from forge.training.hooks import HookRunner
+from forge.training.progress import Progress
+from forge.training.state import StepResult, TrainState, is_donated
+from forge.training.step import TrainStep
+
+log = get_logger(__name__)
+
+
+@frozen
+class Loop:
+    """What the loop is made of; every part a function or a value, so that a test can put in its own."""
+
+    config: JobConfig
+    device: torch.device
+    batches: Iterator[Batch]  # of the updates that remain, in order
+    step_at: Callable[[int, TrainState], tuple[TrainStep, TrainState]]  # the step for update n, and the state for it
+    evaluate: Callable[[TrainState], dict[str, float]] | None
+    save: Callable[[TrainState], Path]
+    before_step: Callable[[int], None]  # profiling
+    tracker: MetricsTracker
+    hooks: HookRunner
+    progress: Progress
+
+
+def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> TrainState:
+    """Train until the last step or an interruption, and save there.
+
+    Should a hook, an evaluation or the data fail, the state is saved before the exception goes on.
+    """
+    saved_at: int | None = None
+
+    def save(state: TrainState, step: int, final: bool) -> None:
+        nonlocal saved_at
+        if step != saved_at and _save(loop, state, step, final):
+            saved_at = step
+
+    step = int(state.step)
+    try:
+        skips = SkipLimit(loop.config.train.max_consecutive_skips, loop.config.metrics.log_interval)
+        while step < loop.config.train.steps and not interruption:
+            loop.before_step(step + 1)
+            state, result = _one_step(state, step, loop)
+            step += 1
+            final = step == loop.config.train.steps
+            _report(step, result, loop, force=final or bool(interruption))
+            skips.note(result.skipped)
+            if _due(step, loop.config.eval.interval, final):
+                _evaluate(state, step, loop)
+            if final or interruption or _due(step, loop.config.checkpoint.interval, False):
+                save(state, step, final or bool(interruption))
+    except Exception:
+        if not is_donated(state) and int(state.step) > 0:
+            save(state, int(state.step), final=False)
+        raise
+    return state
+
+
+def _one_step(state: TrainState, step: int, loop: Loop) -> tuple[TrainState, StepResult]:
+    loop.tracker.start_step()
+    train_step, state = loop.step_at(step, state)
+    return train_step(state, next(loop.batches).to(loop.device))
+
+
+def _due(step: int, interval: int, final: bool) -> bool:
+    return interval > 0 and (final or step % interval == 0)
+
+
+def _report(step: int, result: StepResult, loop: Loop, force: bool) -> None:
+    """Log on logging steps; nothing waits for the device on the others."""
+    parts = {"ce_loss": result.ce_loss, "z_loss": result.z_loss, "aux_loss": result.aux_loss}
+    metrics = loop.tracker.end_step(
+        step, result.loss, result.grad_norm, result.lr, result.tokens, skipped=result.skipped, force=force, **parts
+    )
+    loop.progress.advance(step, {} if metrics is None else _shown(metrics))
+    loop.hooks.step_ended(step, result)
+
+
+def _shown(metrics: StepMetrics) -> dict[str, float | str]:
+    """The numbers of a log line; rates only where there are any."""
+    rates: dict[str, float | str] = {}
+    if metrics.tokens_per_sec:
+        rates = {"tok/s": metrics.tokens_per_sec, "mfu": metrics.mfu}
+    memory = f"{metrics.peak_gb:.1f}/{metrics.total_gb:.0f}GB"
+    return {"loss": metrics.loss, "lr": metrics.lr, "grad_norm": metrics.grad_norm, **rates, "mem": memory}
+
+
+def _evaluate(state: TrainState, step: int, loop: Loop) -> None:
+    if loop.evaluate is None:
+        return
+    with loop.tracker.excluded("eval"):
+        metrics = loop.evaluate(state)
+    loop.tracker.log_eval(metrics, step)
+    loop.progress.note(f"[step {step}] held out: " + describe_eval(metrics))
+    loop.hooks.on_eval_end(step, metrics)
+
+
+def describe_eval(metrics: Mapping[str, float]) -> str:
+    """One line of held-out numbers."""
+    line = f"loss {metrics['eval/loss']:.4f} | perplexity {metrics['eval/perplexity']:.4g}"
+    if "eval/bits_per_byte" in metrics:
+        line += f" | bits per byte {metrics['eval/bits_per_byte']:.4f}"
+    return line
+
+
+def _save(loop: Loop, state: TrainState, step: int, final: bool) -> bool:
+    """Save; a failure in the middle of a run is a warning, at its end an error."""
+    with loop.tracker.excluded("checkpoint"):
+        try:
+            path = loop.save(state)
+        except CheckpointError as error:
+            if final:
+                raise
+            log.warning("%s; training goes on, the checkpoints before it are kept", error)
+            return False
+    loop.hooks.on_checkpoint_save(step, path)
+    return True

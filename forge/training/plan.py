@@ -1,0 +1,156 @@
+"""What a run will take, by calculation: parameters, FLOPs, memory by part, time. Nothing is allocated."""
+
+from __future__ import annotations
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from forge.config import JobConfig
+from forge.metrics import ParameterCount, count_flops_per_token, count_parameters, device_peak_tflops
+from forge.model.block import BlockOutput
+from forge.pytree import tree_leaves
+from forge.training.loss import LossSums, build_loss_fn
+from forge.training.parts import Parts, build_parts, template_state
+from forge.training.runtime import build_runtime
+
+GIB = 2**30
+
+
+@frozen
+class Plan:
+    """Sizes of one run on one device."""
+
+    parameters: ParameterCount
+    flops_per_token: float  # forward and backward
+    total_tokens: int
+    memory: dict[str, int]  # bytes by part
+    tflops: float  # rate assumed for the time, 1e12 FLOP/s
+
+    @property
+    def total_flops(self) -> float:
+        """FLOPs of the whole run."""
+        return self.flops_per_token * self.total_tokens
+
+    @property
+    def seconds(self) -> float:
+        """Time of the whole run at the assumed rate."""
+        return self.total_flops / (self.tflops * 1e12)
+
+
+def plan_run(config: JobConfig, *, tflops: float) -> Plan:
+    """Calculate what `run_training(config)` will take.
+
+    Args:
+        tflops: rate at which the run computes, in 1e12 FLOP/s: a device's peak times the MFU that you expect.
+    """
+    runtime = build_runtime(config)
+    parts = build_parts(config, runtime)
+    state = template_state(config, parts, 1)
+    gradients = [state.params[name] for name in next(iter(state.opt_state.values()), {})]
+    memory = {
+        "parameters": _bytes(state.params),
+        "gradients": _bytes(gradients),
+        "optimizer": _bytes(state.opt_state),
+        "activations": activation_bytes(config, parts),
+        "logits": _logit_bytes(config),
+    }
+    return Plan(
+        parameters=count_parameters(config.model),
+        flops_per_token=count_flops_per_token(config.model, config.train.seq_len),
+        total_tokens=config.train.steps * config.train.global_batch_size * config.train.seq_len,
+        memory=memory,
+        tflops=tflops,
+    )
+
+
+def measured_tflops(config: JobConfig) -> float:
+    """Peak of the device that this process would train on: by its name, or measured on a CPU."""
+    runtime = build_runtime(config)
+    return config.metrics.peak_tflops or device_peak_tflops(runtime.device, runtime.compute_dtype)
+
+
+def activation_bytes(config: JobConfig, parts: Parts) -> int:
+    """Bytes that autograd keeps of one micro-batch's forward pass, counted on tensors without storage.
+
+    With activation checkpointing, one block's own activations are added: they live while it is computed again.
+    """
+    kept = _saved_bytes(config, parts)
+    if config.train.activation_checkpointing == "none":
+        return kept
+    plain = build_parts(_without_checkpointing(config), parts.runtime)
+    return kept + (_saved_bytes(config, plain) - kept) // config.model.n_layers
+
+
+def _without_checkpointing(config: JobConfig) -> JobConfig:
+    return evolve(config, train=evolve(config.train, activation_checkpointing="none"))
+
+
+def _saved_bytes(config: JobConfig, parts: Parts) -> int:
+    loss_fn = build_loss_fn(config.train, config.model)
+    storages: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with FakeTensorMode(), torch.enable_grad():
+        ids = torch.zeros(config.train.micro_batch_size, config.train.seq_len, dtype=torch.int64)
+        doc_ids = ids if config.data.isolate_documents else None
+        params = {
+            name: torch.empty(p.shape, dtype=parts.runtime.compute_dtype).requires_grad_()
+            for name, p in parts.model.named_parameters()
+        }
+
+        def output(hidden: Tensor, weight: Tensor, _: list[BlockOutput]) -> LossSums:
+            return loss_fn(hidden, weight, ids, None)
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            result = functional_call(parts.model, params, (ids, doc_ids), {"output": output})
+        for parameter in params.values():
+            storages.pop(parameter.untyped_storage()._cdata, None)
+        del result
+    return sum(storages.values())
+
+
+def _logit_bytes(config: JobConfig) -> int:
+    """Two fp32 buffers of one chunk of logits, or of all of them for the plain loss."""
+    tokens = config.train.micro_batch_size * config.train.seq_len
+    rows = tokens if config.train.loss == "plain" else min(tokens, config.train.loss_chunk_size)
+    return 2 * 4 * rows * config.model.vocab_size
+
+
+def _bytes(tree: object) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(tree))
+
+
+def format_plan(plan: Plan) -> str:
+    """The plan as a table of lines."""
+    counts = plan.parameters
+    lines = [f"parameters   {_count(counts.total):>10}   active {_count(counts.active)}"]
+    lines += [f"  {part:<16}{_count(count):>8}" for part, count in counts.by_part.items() if count]
+    lines += [
+        f"FLOPs        {plan.flops_per_token:>10.4g}   a token, forward and backward",
+        f"             {plan.total_flops:>10.4g}   for {_count(plan.total_tokens)} tokens",
+        f"memory       {sum(plan.memory.values()) / GIB:>10.3f}   GiB",
+    ]
+    lines += [f"  {part:<16}{size / GIB:>8.3f}" for part, size in plan.memory.items()]
+    lines.append(f"time         {_duration(plan.seconds):>10}   at {plan.tflops:.4g} TFLOP/s")
+    return "\n".join(lines)
+
+
+def _count(number: float) -> str:
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f} {suffix}"
+    return f"{number:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} seconds"

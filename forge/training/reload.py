@@ -1,0 +1,122 @@
+"""What a finished (or unfinished) run can be used for: its state back, its held-out loss, its text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from attrs import evolve, frozen
+from torch import Tensor
+
+from forge.checkpoint import (
+    checkpoint_path,
+    latest_sound,
+    list_checkpoints,
+    load_checkpoint,
+    read_manifest,
+    verify_checkpoint,
+)
+from forge.config import JobConfig, load_config
+from forge.data import build_tokenizer
+from forge.errors import CheckpointError
+from forge.training.data_pipeline import build_data_pipeline
+from forge.training.eval import run_eval
+from forge.training.parts import Parts, build_parts, template_state
+from forge.training.runtime import build_runtime
+from forge.training.samples import sample_text
+from forge.training.state import TrainState
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@frozen
+class Trained:
+    """A state of a run and what made it."""
+
+    config: JobConfig
+    parts: Parts
+    state: TrainState
+
+    def params(self) -> dict[str, Tensor]:
+        """The parameters to evaluate and export: the average, for schedule-free."""
+        return self.parts.optimizer.eval_params(self.state.params, self.state.opt_state)
+
+
+def load_run(run_dir: str | Path, *, step: int = -1, device: Device = "auto") -> Trained:
+    """Read a run's state back.
+
+    Args:
+        step: which checkpoint; -1 = the newest sound one.
+        device: auto | cpu | cuda.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    root = Path(run_dir) / "checkpoints"
+    path = _choose(root, step)
+    config = load_config(path / "config.toml")
+    config = evolve(config, train=evolve(config.train, device=device))
+    parts = build_parts(config, build_runtime(config))
+    template = template_state(config, parts, read_manifest(path)["step"])
+    return Trained(config, parts, load_checkpoint(path, template, device=parts.runtime.device))
+
+
+def _choose(root: Path, step: int) -> Path:
+    there = ", ".join(path.name for path in list_checkpoints(root))
+    if not there:
+        raise CheckpointError(f"{root}: no checkpoint here: train first, or give another --run-dir")
+    if step < 0:
+        path = latest_sound(root)
+        if path is None:
+            raise CheckpointError(f"{root}: every checkpoint is damaged ({there})")
+        return path
+    path = checkpoint_path(root, step)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint; there are {there}")
+    verify_checkpoint(path)
+    return path
+
+
+def evaluate_run(run_dir: str | Path, *, step: int = -1, device: Device = "auto", batches: int) -> dict[str, float]:
+    """`run_eval` of a run's checkpoint on its held-out data, at most `batches` batches; `step` among the results."""
+    trained = load_run(run_dir, step=step, device=device)
+    asked = evolve(trained.config.eval, interval=1, batches=batches)
+    data = build_data_pipeline(evolve(trained.config, eval=asked))
+    assert data.eval_batches is not None
+    on_device = (batch.to(trained.parts.runtime.device) for batch in data.eval_batches)
+    metrics = run_eval(
+        trained.parts.eval_step,
+        trained.params(),
+        trained.state.extras,
+        on_device,
+        bytes_per_token=data.bytes_per_token,
+    )
+    return {"step": float(trained.state.step), **metrics}
+
+
+def generate_from_run(
+    run_dir: str | Path,
+    *,
+    prompt: str,
+    max_new_tokens: int,
+    step: int = -1,
+    device: Device = "auto",
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> str:
+    """`sample_text` from a run's checkpoint."""
+    trained = load_run(run_dir, step=step, device=device)
+    return sample_text(
+        trained.config,
+        trained.params(),
+        trained.state.extras,
+        build_tokenizer(trained.config.data.tokenizer),
+        prompt=prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
