@@ -60,7 +60,7 @@ def build_value_and_grad(
     return value_and_grad
 
 
-class _Micro(NamedTuple):
+class Micro(NamedTuple):
     """One micro-batch and what its share of the objective depends on."""
 
     batch: Batch  # (B, S) each
@@ -69,11 +69,11 @@ class _Micro(NamedTuple):
     share: float  # of the global batch's micro-batches
 
 
-Objective = Callable[[Params, _Micro, Callable[[Tensor], None]], LossSums]
+Objective = Callable[[Params, Micro, Callable[[Tensor], None]], LossSums]
 Differentiate = Callable[[Params, Params, PyTree, Batch, Tensor], tuple[LossSums, Params]]
 
 
-class _Run(nn.Module):
+class Run(nn.Module):
     """The model and what follows it, in one call.
 
     Recomputation of checkpointed blocks happens in the backward pass; inside this call the substituted parameters are
@@ -84,7 +84,7 @@ class _Run(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, micro: _Micro, loss_fn: LossFn, then: Callable[[Tensor], None]) -> LossSums:
+    def forward(self, micro: Micro, loss_fn: LossFn, then: Callable[[Tensor], None]) -> LossSums:
         batch = micro.batch
 
         def output(hidden: Tensor, head_weight: Tensor, blocks: list[BlockOutput]) -> LossSums:
@@ -107,18 +107,19 @@ def _with_routers(sums: LossSums, blocks: list[BlockOutput], weight: Tensor) -> 
 
 
 def _build_objective(model: nn.Module, loss_fn: LossFn, compute_dtype: torch.dtype) -> Objective:
-    run = _Run(model)
+    run = Run(model)
 
-    def objective(params: Params, micro: _Micro, then: Callable[[Tensor], None]) -> LossSums:
+    def objective(params: Params, micro: Micro, then: Callable[[Tensor], None]) -> LossSums:
         substituted = {f"model.{name}": p.to(compute_dtype) for name, p in params.items()}
         return functional_call(run, substituted, (micro, loss_fn, then))
 
     return objective
 
 
-def _micro_batches(batch: Batch, extras: PyTree, targets: Tensor) -> list[_Micro]:
+def micro_batches(batch: Batch, extras: PyTree, targets: Tensor, ranks: int = 1) -> list[Micro]:
+    """The micro-batches of this rank's batch, of which `ranks` ranks have as many each."""
     count = batch.labels.shape[0]
-    return [_Micro(batch.micro(index), router_bias(extras), targets, 1 / count) for index in range(count)]
+    return [Micro(batch.micro(index), router_bias(extras), targets, 1 / (count * ranks)) for index in range(count)]
 
 
 def _by_backward(objective: Objective) -> Differentiate:
@@ -132,41 +133,43 @@ def _by_backward(objective: Objective) -> Differentiate:
             loss.backward(inputs=inputs)
 
         sums: list[LossSums] = []
-        for micro in _micro_batches(batch, extras, targets):
+        for micro in micro_batches(batch, extras, targets):
             with torch.enable_grad():
                 found = objective({**leaves, **fixed}, micro, backward)
-            sums.append(_detached(found))
+            sums.append(detached(found))
         grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
-        return _total(sums), grads
+        return total_of(sums), grads
 
     return differentiate
 
 
 def _by_func(objective: Objective) -> Differentiate:
-    def loss_of(learned: Params, fixed: Params, micro: _Micro) -> tuple[Tensor, LossSums]:
+    def loss_of(learned: Params, fixed: Params, micro: Micro) -> tuple[Tensor, LossSums]:
         kept: list[Tensor] = []
         sums = objective({**learned, **fixed}, micro, kept.append)
-        return kept[0], _detached(sums)
+        return kept[0], detached(sums)
 
     gradient = torch.func.grad(loss_of, has_aux=True)
 
     def differentiate(
         learned: Params, fixed: Params, extras: PyTree, batch: Batch, targets: Tensor
     ) -> tuple[LossSums, Params]:
-        parts = [gradient(learned, fixed, micro) for micro in _micro_batches(batch, extras, targets)]
+        parts = [gradient(learned, fixed, micro) for micro in micro_batches(batch, extras, targets)]
         grads = parts[0][0]
         for more, _ in parts[1:]:
             grads = tree_add(grads, more)
-        return _total([sums for _, sums in parts]), grads
+        return total_of([sums for _, sums in parts]), grads
 
     return differentiate
 
 
-def _detached(sums: LossSums) -> LossSums:
+def detached(sums: LossSums) -> LossSums:
+    """The sums without the graph."""
     return evolve(sums, total=sums.total.detach())
 
 
-def _total(parts: list[LossSums]) -> LossSums:
+def total_of(parts: list[LossSums]) -> LossSums:
+    """The sums over all micro-batches."""
     total = parts[0]
     for more in parts[1:]:
         total = tree_add(total, more)

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from attrs import evolve, frozen
 
 from forge.config import JobConfig
+from forge.distributed.parallelize import materialize, parallelize
+from forge.distributed.shards import sharded_norm
 from forge.model import Transformer, build_model, init_params
-from forge.pytree import tree_map
-from forge.training.checkpointing import apply_activation_checkpointing, compile_blocks
+from forge.pytree import tree_map, tree_norm
 from forge.training.eval import EvalStep, build_eval_step
 from forge.training.extras import init_extras
 from forge.training.freeze import ever_trainable, stage_boundaries, trainable_names
-from forge.training.grad import build_value_and_grad
+from forge.training.grad import ValueAndGrad, build_value_and_grad
+from forge.training.grad_sharded import build_sharded_eval_step, build_sharded_value_and_grad
 from forge.training.loss import build_eval_loss_fn, build_loss_fn
-from forge.training.optimizer import Optimizer, build_optimizer, extend, parameter_roles, with_master_weights
+from forge.training.optimizer import (
+    Optimizer,
+    build_optimizer,
+    extend,
+    init_opt_state,
+    parameter_roles,
+    with_master_weights,
+)
 from forge.training.runtime import Runtime
 from forge.training.scheduler import Schedule, build_scheduler
 from forge.training.state import TrainState, init_state
@@ -46,30 +56,33 @@ def build_parts(config: JobConfig, runtime: Runtime) -> Parts:
     optimizer = build_optimizer(config.optimizer, parameter_roles(model))
     if config.train.param_dtype != "fp32":
         optimizer = with_master_weights(optimizer)
-    if config.train.activation_checkpointing == "full":
-        apply_activation_checkpointing(model)
-    if config.train.compile:
-        compile_blocks(model)
+    parallelize(model, config, runtime.mesh, compute_dtype=runtime.compute_dtype, param_dtype=runtime.param_dtype)
     return Parts(
         runtime=runtime,
         model=model,
         optimizer=optimizer,
         schedule=build_scheduler(config.scheduler, config.train.steps),
-        eval_step=build_eval_step(
-            model,
-            build_eval_loss_fn(config.train, config.model),
-            vocab_size=config.model.vocab_size,
-            compute_dtype=runtime.compute_dtype,
-        ),
+        eval_step=_eval_step(config, runtime, model),
     )
+
+
+def _eval_step(config: JobConfig, runtime: Runtime, model: Transformer) -> EvalStep:
+    loss_fn, vocab_size = build_eval_loss_fn(config.train, config.model), config.model.vocab_size
+    if runtime.mesh is not None:
+        return build_sharded_eval_step(model, loss_fn, mesh=runtime.mesh, vocab_size=vocab_size)
+    return build_eval_step(model, loss_fn, vocab_size=vocab_size, compute_dtype=runtime.compute_dtype)
 
 
 def initial_state(config: JobConfig, parts: Parts) -> TrainState:
     """The state before the first update."""
     runtime = parts.runtime
-    params = init_params(parts.model, config.model, config.train.seed, dtype=runtime.param_dtype, device=runtime.device)
+    if runtime.mesh is None:
+        model, seed = parts.model, config.train.seed
+        params = init_params(model, config.model, seed, dtype=runtime.param_dtype, device=runtime.device)
+    else:
+        params = materialize(parts.model, config, runtime.device)
     learned = trainable_names(config.train.freeze, params, 0)
-    opt_state = parts.optimizer.init({name: params[name] for name in params if name in learned})
+    opt_state = init_opt_state(parts.optimizer, {name: params[name] for name in params if name in learned})
     return init_state(params, opt_state, init_extras(config.model, runtime.device))
 
 
@@ -87,20 +100,18 @@ def step_for(config: JobConfig, parts: Parts) -> Callable[[int, TrainState], tup
 
     Where a stage of `train.freeze` begins at n, the parameters that are trained from then on get optimizer state.
     """
-    stages = config.train.freeze
-    loss_fn = build_loss_fn(config.train, config.model)
+    stages, mesh = config.train.freeze, parts.runtime.mesh
+    norm = tree_norm if mesh is None else partial(sharded_norm, stage_ranks=mesh.stage_ranks)
     steps: dict[frozenset[str] | None, TrainStep] = {}
 
     def build(trainable: frozenset[str] | None) -> TrainStep:
-        seam = build_value_and_grad(
-            parts.model,
-            loss_fn,
-            vocab_size=config.model.vocab_size,
-            compute_dtype=parts.runtime.compute_dtype,
-            trainable=trainable,
-        )
         return build_train_step(
-            config, value_and_grad=seam, optimizer=parts.optimizer, schedule=parts.schedule, donate=True
+            config,
+            value_and_grad=seam_for(config, parts, trainable),
+            optimizer=parts.optimizer,
+            schedule=parts.schedule,
+            donate=True,
+            global_norm=norm,
         )
 
     def step_at(step: int, state: TrainState) -> tuple[TrainStep, TrainState]:
@@ -113,3 +124,15 @@ def step_for(config: JobConfig, parts: Parts) -> Callable[[int, TrainState], tup
         return steps[learned], state
 
     return step_at
+
+
+def seam_for(config: JobConfig, parts: Parts, trainable: frozenset[str] | None = None) -> ValueAndGrad:
+    """The `value_and_grad` of this process's layout."""
+    runtime, loss_fn, vocab_size = parts.runtime, build_loss_fn(config.train, config.model), config.model.vocab_size
+    if runtime.mesh is not None:
+        return build_sharded_value_and_grad(
+            parts.model, loss_fn, mesh=runtime.mesh, vocab_size=vocab_size, trainable=trainable
+        )
+    return build_value_and_grad(
+        parts.model, loss_fn, vocab_size=vocab_size, compute_dtype=runtime.compute_dtype, trainable=trainable
+    )

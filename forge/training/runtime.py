@@ -7,11 +7,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
-from attrs import frozen
+import torch.distributed as dist
+from attrs import evolve, frozen
 
-from forge.config import DistributedConfig, JobConfig, TrainConfig
-from forge.errors import ConfigError, RunError
+from forge.config import JobConfig, TrainConfig
+from forge.distributed.mesh import Mesh, build_mesh, mesh_sizes
+from forge.errors import RunError
 
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -22,58 +25,100 @@ class Runtime:
     device: torch.device
     compute_dtype: torch.dtype  # of the forward and backward pass
     param_dtype: torch.dtype  # of the stored parameters
-    rank: int = 0
-    world_size: int = 1
+    mesh: Mesh | None = None  # None: this process is alone
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job."""
+        return 1 if self.mesh is None else self.mesh.root.size()
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different sequences."""
+        return 1 if self.mesh is None else self.mesh.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the global batch this rank reads."""
+        return 0 if self.mesh is None else self.mesh.data_rank
 
 
-def build_runtime(config: JobConfig) -> Runtime:
-    """Resolve `auto` in the train section; changes no global setting.
+@contextmanager
+def open_runtime(config: JobConfig) -> Generator[Runtime, None, None]:
+    """`build_runtime`, and the process group of a job of several processes for as long.
+
+    Ranks and addresses come from torchrun's environment. A job of one process makes no group.
 
     Raises:
         RunError: the device is not there.
-        ConfigError: a parallel layout that this version cannot train.
+        ConfigError: the mesh does not fit the number of processes.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_layout(config.distributed, world_size)
+    world_size = _world_size()
+    mesh_sizes(config.distributed, world_size)
+    if world_size == 1:
+        yield build_runtime(config)
+        return
+    device = _device(config.train, int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    owned = not dist.is_initialized()
+    if owned:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield evolve(build_runtime(config), device=device, mesh=build_mesh(config.distributed, world_size, device.type))
+    finally:
+        if owned:
+            dist.destroy_process_group()
+
+
+def build_runtime(config: JobConfig) -> Runtime:
+    """Resolve `auto` in the train section, for one process; changes no global setting.
+
+    Raises:
+        RunError: the device is not there.
+    """
     device = _device(config.train)
     precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
-    return Runtime(device, _DTYPES[precision], _DTYPES[config.train.param_dtype], world_size=world_size)
+    return Runtime(device, _DTYPES[precision], _DTYPES[config.train.param_dtype])
 
 
-def check_layout(distributed: DistributedConfig, world_size: int) -> None:
-    """Refuse a parallel layout before anything is allocated.
+def _world_size() -> int:
+    """Processes of the job, as torchrun says; 1 when alone.
 
     Raises:
-        ConfigError: more than one process, or a mesh dimension greater than 1.
+        RunError: WORLD_SIZE is no number.
     """
-    sizes = {
-        name: getattr(distributed, name)
-        for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
-        if getattr(distributed, name) not in (1, -1)
-    }
-    if sizes or world_size > 1:
-        asked = ", ".join(f"distributed.{name} = {size}" for name, size in sizes.items()) or f"{world_size} processes"
-        raise ConfigError(f"{asked}: this version trains on one process; start one, with every mesh dimension at 1")
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdigit() or int(text) < 1:
+        raise RunError(f"WORLD_SIZE = {text!r} in the environment is not a number of processes: unset it, or use torchrun")
+    return int(text)
 
 
-def _device(train: TrainConfig) -> torch.device:
+def _device(train: TrainConfig, local_rank: int = 0) -> torch.device:
     if train.device == "cuda" and not torch.cuda.is_available():
         raise RunError("train.device = cuda, but torch finds no CUDA device: use --train.device cpu")
     if train.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(train.device)
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    else:
+        kind = train.device
+    return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
 
 
 @contextmanager
 def deterministic_kernels(enabled: bool) -> Generator[None, None, None]:
     """Refuse kernels whose result depends on scheduling, for the duration of a run."""
     before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    workspace = os.environ.get(_CUBLAS)
     if enabled:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        os.environ.setdefault(_CUBLAS, ":4096:8")  # cuBLAS asks for it
         torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        if enabled:
+            torch.use_deterministic_algorithms(before, warn_only=warn_only)
+            if workspace is None:
+                os.environ.pop(_CUBLAS, None)

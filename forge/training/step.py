@@ -26,6 +26,7 @@ def build_train_step(
     optimizer: Optimizer,
     schedule: Schedule,
     donate: bool = False,
+    global_norm: Callable[[dict[str, Tensor]], Tensor] = tree_norm,
 ) -> TrainStep:
     """Build `train_step(state, batch) -> (state, StepResult)`.
 
@@ -40,6 +41,7 @@ def build_train_step(
         schedule: multiplier of the base learning rate at update n, from 0.
         donate: let the step reuse the storage of the state that it is given, which is dead then (`DonatedError`).
             With False nothing is written in place and the step is a pure function under `torch.func`.
+        global_norm: 2-norm of all gradients; of sharded ones over all ranks.
     """
     base_lr, max_norm = config.optimizer.lr, config.train.grad_clip_norm
 
@@ -48,7 +50,7 @@ def build_train_step(
             state = take(state)
         lr = (base_lr * schedule(state.step)).to(torch.float32)
         sums, grads = value_and_grad(state.params, state.extras, batch)
-        grad_norm = tree_norm(grads)
+        grad_norm = global_norm(grads)
         good = torch.isfinite(grad_norm) & torch.isfinite(sums.total) & (sums.tokens > 0)
         params, opt_state = apply_update(
             optimizer,

@@ -15,7 +15,7 @@ from forge.config import JobConfig, ModelConfig, MoEConfig, TrainConfig
 from forge.model import build_model, init_params
 from forge.model.mlp import ACTIVATIONS
 from forge.model.moe import MoE, balanced_bias
-from forge.training.checkpointing import apply_activation_checkpointing
+from forge.model.recompute import apply_activation_checkpointing
 from forge.training.extras import balance_routers, init_extras
 from forge.training.grad import build_value_and_grad
 from forge.training.loss import build_loss_fn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forge.config import SGD, AdamW, Lion, Muon, OptimizerConfig, ScheduleFree
 from forge.training.optimizer.adamw import adamw
-from forge.training.optimizer.core import Optimizer, apply_update, extend
+from forge.training.optimizer.core import Optimizer, apply_update, eval_params, extend, init_opt_state
 from forge.training.optimizer.lion import lion
 from forge.training.optimizer.master import with_master_weights
 from forge.training.optimizer.muon import muon
@@ -13,7 +13,8 @@ from forge.training.optimizer.schedule_free import schedule_free
 from forge.training.optimizer.sgd import sgd
 
 __all__ = [
-    "Optimizer", "Role", "apply_update", "build_optimizer", "decays", "extend", "parameter_roles",
+    "Optimizer", "Role", "apply_update", "build_optimizer", "decays", "eval_params", "extend", "init_opt_state",
+    "parameter_roles",
     "with_master_weights",
 ]  # fmt: skip
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forge.distributed.shards import as_sharded, is_sharded, local_part, tree_local, tree_sharded
 from forge.pytree import PyTree, tree_where
 
 Params = dict[str, Tensor]
@@ -59,7 +60,15 @@ def apply_update(
         scale: fp32 (), from clipping.
         ok: bool (): the gradients are finite and there was a target.
         donate: params, opt_state and grads may be overwritten.
+
+    Of sharded parameters each rank updates its own parts: no optimizer sees a DTensor.
     """
+    if is_sharded(params):
+        new = apply_update(
+            optimizer, tree_local(grads), tree_local(opt_state), tree_local(params),
+            lr=lr, scale=scale, ok=ok, donate=donate,
+        )  # fmt: skip
+        return tree_sharded(new[0], params), tree_sharded(new[1], opt_state)
     if donate and optimizer.update_ is not None:
         with torch.no_grad():
             optimizer.update_(grads, opt_state, params, lr, scale, ok)
@@ -69,10 +78,29 @@ def apply_update(
     return tree_where(ok, new_params, params), tree_where(ok, new_state, opt_state)
 
 
+def init_opt_state(optimizer: Optimizer, params: Params) -> PyTree:
+    """`optimizer.init`; what has the shape of a sharded parameter's part is sharded like the parameter."""
+    if not is_sharded(params):
+        return optimizer.init(params)
+    state = optimizer.init(tree_local(params))
+
+    def placed(name: str, leaf: Tensor) -> Tensor:
+        return as_sharded(leaf, params[name]) if leaf.shape == local_part(params[name]).shape else leaf
+
+    return {key: {name: placed(name, leaf) for name, leaf in part.items()} for key, part in state.items()}
+
+
+def eval_params(optimizer: Optimizer, params: Params, opt_state: PyTree) -> Params:
+    """`optimizer.eval_params`, on each rank's parts where the parameters are sharded."""
+    if not is_sharded(params):
+        return optimizer.eval_params(params, opt_state)
+    return tree_sharded(optimizer.eval_params(tree_local(params), tree_local(opt_state)), params)
+
+
 def extend(optimizer: Optimizer, opt_state: PyTree, params: Params) -> PyTree:
     """Give the parameters that have no entry yet a fresh one: their optimizer state starts now."""
     known = {name for part in opt_state.values() for name in part}
-    fresh = optimizer.init({name: p for name, p in params.items() if name not in known})
+    fresh = init_opt_state(optimizer, {name: p for name, p in params.items() if name not in known})
     return {key: {**part, **fresh[key]} for key, part in opt_state.items()}
 
 

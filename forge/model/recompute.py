@@ -6,7 +6,7 @@ from functools import partial
 
 from torch.utils.checkpoint import checkpoint
 
-from forge.model import Transformer
+from forge.model.transformer import Transformer
 
 
 def apply_activation_checkpointing(model: Transformer) -> None:

@@ -1,0 +1,38 @@
+"""FSDP2 and HSDP: parameters, gradients and optimizer state cut over ranks, gathered block by block."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from forge.distributed.mesh import Mesh
+from forge.model import Transformer
+from forge.model.moe import MoE
+
+
+def apply_fsdp(model: Transformer, mesh: Mesh, *, compute_dtype: torch.dtype, param_dtype: torch.dtype) -> None:
+    """Shard every block and the rest of the model in place.
+
+    Gradients are summed over the ranks, never averaged: the loss is already divided by the targets of the global
+    batch. They are reduced in fp32 whatever the compute dtype.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == param_dtype else compute_dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    for block in model.blocks.children():
+        mlp = getattr(block, "mlp", None)
+        if isinstance(mlp, MoE) and mesh.size("ep") > 1:
+            fully_shard(mlp.experts, mesh=mesh.fsdp_experts, mp_policy=policy)
+        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every module of the model that FSDP2 shards on its own."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

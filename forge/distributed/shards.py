@@ -1,0 +1,83 @@
+"""Between a sharded tensor and the part of it that this rank holds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from forge.pytree import PyTree, tree_leaves, tree_map
+
+
+def is_sharded(tree: PyTree) -> bool:
+    """Whether the leaves are DTensors; all of a model's parameters are, or none."""
+    return isinstance(next(iter(tree_leaves(tree)), None), DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing its storage; a plain tensor is its own part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def tree_local(tree: PyTree) -> PyTree:
+    """`local_part` of every leaf."""
+    return tree_map(local_part, tree)
+
+
+def as_sharded(local: Tensor, like: Tensor) -> Tensor:
+    """A tensor whose part on this rank is `local`, laid out over the ranks as `like` is."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def tree_sharded(tree: PyTree, like: PyTree) -> PyTree:
+    """`as_sharded` of every leaf; the trees have one structure."""
+    return tree_map(as_sharded, tree, like)
+
+
+def local_slices(tensor: DTensor) -> tuple[slice, ...]:
+    """Where in the whole tensor this rank's part lies."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+
+
+def shard_of(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor that every rank has, laid out as `like` is; no communication."""
+    return whole[local_slices(like)] if isinstance(like, DTensor) else whole
+
+
+def sharded_norm(tree: PyTree, stage_ranks: int) -> Tensor:
+    """Global 2-norm over the leaves of all ranks, fp32 (); the same on every rank.
+
+    Args:
+        tree: DTensors (on any meshes) and plain tensors, which each rank of a stage holds a copy of.
+        stage_ranks: ranks that hold the same layers; a part that r of them hold counts 1/r on each.
+    """
+    squares = []
+    for leaf in tree_leaves(tree):
+        local = local_part(leaf)
+        square = torch.linalg.vector_norm(local, dtype=torch.float32).square()
+        squares.append(square * (pieces(leaf) / stage_ranks))
+    total = torch.stack(squares).sum().double()
+    dist.all_reduce(total)
+    return total.sqrt().float()
+
+
+def pieces(tensor: Tensor) -> int:
+    """Into how many different parts a tensor is cut."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = [tensor.device_mesh.size(dim) for dim, placement in enumerate(tensor.placements) if _cuts(placement)]
+    return math.prod(sizes)
+
+
+def _cuts(placement: Any) -> bool:
+    return isinstance(placement, Shard) or placement.is_shard()

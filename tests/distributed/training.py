@@ -1,0 +1,82 @@
+"""Six steps of a tiny model in any layout, on random packed documents with unequal target counts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from attrs import evolve
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from forge.config import AdamW, Constant, DistributedConfig, JobConfig, ModelConfig, MoEConfig, TrainConfig
+from forge.data.batch import IGNORE, Batch
+from forge.pytree import tree_map
+from forge.training.parts import build_parts, initial_state, step_for
+from forge.training.runtime import open_runtime
+
+SEQ, GLOBAL, MICRO, VOCAB = 16, 8, 1, 36
+MODEL = ModelConfig(
+    dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=VOCAB, max_seq_len=SEQ, qk_norm=True, init_std=0.1,
+    ffn_hidden_dim=48,
+)  # fmt: skip
+TRAIN = TrainConfig(
+    steps=6, seq_len=SEQ, global_batch_size=GLOBAL, micro_batch_size=MICRO, grad_clip_norm=0.5, z_loss_weight=1e-3
+)
+JOB = JobConfig(model=MODEL, train=TRAIN, optimizer=AdamW(lr=1e-2), scheduler=Constant(warmup_steps=2))
+MOE = evolve(MODEL, moe=MoEConfig(n_experts=4, top_k=2, n_shared_experts=1, expert_hidden_dim=16, router="sigmoid",
+                                  bias_update_rate=0.01, aux_loss_weight=0.01))  # fmt: skip
+
+
+class Curve(NamedTuple):
+    """What a layout made of six steps."""
+
+    losses: list[float]
+    norms: list[float]
+    tokens: int
+    start: dict[str, Tensor]  # whole
+    params: dict[str, Tensor]  # whole
+
+
+def global_batch(step: int) -> Batch:
+    """GLOBAL packed sequences with a third of the labels ignored, unevenly, as (1, GLOBAL, SEQ)."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCAB, (1, GLOBAL, SEQ), generator=generator)
+    labels = torch.randint(0, VOCAB, ids.shape, generator=generator)
+    share = torch.linspace(0, 0.9, GLOBAL).view(1, -1, 1)
+    labels[torch.rand(ids.shape, generator=generator) < share] = IGNORE
+    doc_ids = (torch.rand(ids.shape, generator=generator) < 0.15).cumsum(-1)
+    return Batch(ids, labels, doc_ids)
+
+
+def local_batch(batch: Batch, rank: int, ranks: int, micro: int) -> Batch:
+    """Data rank's share as (A, micro, SEQ)."""
+    return tree_map(lambda x: x[0].chunk(ranks)[rank].unflatten(0, (-1, micro)), batch)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor in full."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def train(job: JobConfig, layout: dict[str, Any] | None = None) -> Curve:
+    """Six steps in this process's layout; every rank returns the same."""
+    job = evolve(job, distributed=DistributedConfig(**(layout or {})))
+    with open_runtime(job) as runtime:
+        parts = build_parts(job, runtime)
+        state = initial_state(job, parts)
+        start = gathered(state.params)
+        step_at = step_for(job, parts)
+        losses, norms = [], []
+        for n in range(job.train.steps):
+            step, state = step_at(n, state)
+            batch = local_batch(global_batch(n), runtime.data_rank, runtime.data_ranks, job.train.micro_batch_size)
+            state, result = step(state, batch)
+            losses.append(float(result.loss))
+            norms.append(float(result.grad_norm))
+        return Curve(losses, norms, int(state.tokens), start, gathered(state.params))
+
+
+def gathered(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every parameter in full, of every pipeline stage, on every rank."""
+    return {name: whole(p) for name, p in params.items()}
