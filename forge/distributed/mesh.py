@@ -24,6 +24,7 @@ class Mesh:
     root: DeviceMesh  # of DIMS, each present, also where its size is 1
     fsdp: DeviceMesh  # (dp_replicate, dp_shard * ep * cp): dense parameters
     fsdp_experts: DeviceMesh  # (dp_replicate, dp_shard * cp): experts, which are cut over ep already
+    stage: DeviceMesh  # everything but pp: ranks that hold one pipeline stage together
     loss: DeviceMesh  # dp_replicate * dp_shard * ep * cp: ranks whose tokens add up to the global batch
 
     def size(self, dim: str) -> int:
@@ -54,7 +55,7 @@ class Mesh:
     @property
     def stage_ranks(self) -> int:
         """Ranks that hold one pipeline stage together."""
-        return self.root.size() // self.size("pp")
+        return self.stage.size()
 
 
 def mesh_sizes(config: DistributedConfig, world_size: int) -> dict[str, int]:
@@ -96,5 +97,6 @@ def build_mesh(config: DistributedConfig, world_size: int, device_type: str) -> 
         root=root,
         fsdp=DeviceMesh._concatenate([replicas, fsdp]),
         fsdp_experts=DeviceMesh._concatenate([replicas, experts]),
+        stage=root["dp_replicate", "dp_shard", "ep", "cp", "tp"]._flatten("stage"),
         loss=root["dp_replicate", "dp_shard", "ep", "cp"]._flatten("loss"),
     )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge.pytree import PyTree, tree_leaves, tree_map
+
+_CUTS = (Shard, _StridedShard)
+"""FSDP over TP cuts a dimension twice, which is a `_StridedShard`."""
 
 
 def is_sharded(tree: PyTree) -> bool:
@@ -75,9 +78,13 @@ def pieces(tensor: Tensor) -> int:
     """Into how many different parts a tensor is cut."""
     if not isinstance(tensor, DTensor):
         return 1
-    sizes = [tensor.device_mesh.size(dim) for dim, placement in enumerate(tensor.placements) if _cuts(placement)]
-    return math.prod(sizes)
+    cut = [mesh_dim for mesh_dim, placement in enumerate(tensor.placements) if isinstance(placement, _CUTS)]
+    return math.prod(tensor.device_mesh.size(mesh_dim) for mesh_dim in cut)
 
 
-def _cuts(placement: Any) -> bool:
-    return isinstance(placement, Shard) or placement.is_shard()
+def cut_dims(tensor: Tensor) -> set[int]:
+    """The dimensions along which a tensor is cut."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return {placement.dim for placement, size in sizes if isinstance(placement, _CUTS) and size > 1}

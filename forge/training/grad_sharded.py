@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
+from forge.distributed.fsdp import fsdp_modules
 from forge.distributed.mesh import Mesh
 from forge.distributed.shards import local_part
 from forge.errors import ConfigError
@@ -90,6 +91,8 @@ def build_sharded_eval_step(model: Transformer, loss_fn: LossFn, *, mesh: Mesh, 
                 return loss_fn(hidden, weight, micro.labels, None)
 
             sums.append(model(micro.input_ids, micro.doc_ids, output=output, **router_bias(extras)))
+        for module in fsdp_modules(model):
+            module.reshard()  # the root keeps what it gathered until a backward pass, which does not come
         for name, part in before.items():
             local_part(own[name].detach()).copy_(part)
         return all_reduce_sums(total_of(sums), mesh.loss.get_group())

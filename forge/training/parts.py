@@ -26,6 +26,7 @@ from forge.training.optimizer import (
     parameter_roles,
     with_master_weights,
 )
+from forge.training.optimizer.muon_sharded import sharded_orthogonal_steps
 from forge.training.runtime import Runtime
 from forge.training.scheduler import Schedule, build_scheduler
 from forge.training.state import TrainState, init_state
@@ -53,10 +54,14 @@ def build_parts(config: JobConfig, runtime: Runtime) -> Parts:
     names = [name for name, _ in model.named_parameters()]
     for boundary in stage_boundaries(config.train.freeze):
         trainable_names(config.train.freeze, names, boundary)
-    optimizer = build_optimizer(config.optimizer, parameter_roles(model))
+    roles = parameter_roles(model)
+    parallelize(model, config, runtime.mesh, compute_dtype=runtime.compute_dtype, param_dtype=runtime.param_dtype)
+    orthogonal_steps = None
+    if runtime.mesh is not None:
+        orthogonal_steps = sharded_orthogonal_steps(dict(model.named_parameters()), runtime.mesh)
+    optimizer = build_optimizer(config.optimizer, roles, orthogonal_steps=orthogonal_steps)
     if config.train.param_dtype != "fp32":
         optimizer = with_master_weights(optimizer)
-    parallelize(model, config, runtime.mesh, compute_dtype=runtime.compute_dtype, param_dtype=runtime.param_dtype)
     return Parts(
         runtime=runtime,
         model=model,

@@ -7,7 +7,7 @@ from forge.training.optimizer.adamw import adamw
 from forge.training.optimizer.core import Optimizer, apply_update, eval_params, extend, init_opt_state
 from forge.training.optimizer.lion import lion
 from forge.training.optimizer.master import with_master_weights
-from forge.training.optimizer.muon import muon
+from forge.training.optimizer.muon import OrthogonalSteps, muon
 from forge.training.optimizer.roles import Role, decays, parameter_roles
 from forge.training.optimizer.schedule_free import schedule_free
 from forge.training.optimizer.sgd import sgd
@@ -19,17 +19,20 @@ __all__ = [
 ]  # fmt: skip
 
 
-def build_optimizer(config: OptimizerConfig, roles: dict[str, Role]) -> Optimizer:
+def build_optimizer(
+    config: OptimizerConfig, roles: dict[str, Role], *, orthogonal_steps: OrthogonalSteps | None = None
+) -> Optimizer:
     """The optimizer that the config's class names.
 
     Args:
         roles: from `parameter_roles(model)`: which parameters decay, and which are Muon's.
+        orthogonal_steps: how Muon orthogonalises sharded matrices.
     """
     match config:
         case AdamW():
             return adamw(config, roles)
         case Muon():
-            return muon(config, roles)
+            return muon(config, roles, orthogonal_steps)
         case Lion():
             return lion(config, roles)
         case ScheduleFree():

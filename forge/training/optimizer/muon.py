@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,12 +16,18 @@ from forge.training.optimizer.core import Optimizer, Params, gated, keep_unless,
 from forge.training.optimizer.newton_schulz import orthogonalise
 from forge.training.optimizer.roles import Role, decayed_names
 
+OrthogonalSteps = Callable[[Params, Muon], Params]
+"""(momenta, config) -> orthogonalised and scaled updates, by name."""
 
-def muon(config: Muon, roles: dict[str, Role]) -> Optimizer:
+
+def muon(config: Muon, roles: dict[str, Role], steps_of: OrthogonalSteps | None = None) -> Optimizer:
     """State: `momentum`, fp32 of the shape of each hidden matrix; AdamW's `mu`, `nu` and `count` for the rest.
 
     m = momentum m + (1 - momentum) g; p -= lr (scaling * orthogonalise(m or its Nesterov lookahead) + wd p). An expert
     tensor (E, in, out) is E matrices. AdamW's learning rate follows the schedule: lr * adam_lr / config.lr.
+
+    Args:
+        steps_of: replaces `orthogonal_steps` where the matrices are sharded.
 
     Raises:
         ConfigError: lr is 0 and adam_lr is not.
@@ -32,6 +39,7 @@ def muon(config: Muon, roles: dict[str, Role]) -> Optimizer:
         raise ConfigError("optimizer.lr = 0 stops muon's AdamW too, whose lr follows it: set optimizer.adam_lr = 0 too")
     ratio = config.adam_lr / config.lr if config.lr else 0.0
     beta = config.momentum
+    steps_of = steps_of or orthogonal_steps
 
     def split(named: Params) -> tuple[Params, Params]:
         mine = {name: value for name, value in named.items() if name in hidden}
@@ -49,7 +57,7 @@ def muon(config: Muon, roles: dict[str, Role]) -> Optimizer:
             g = (1 - beta) * grad.to(momentum[name].dtype)
             momentum[name] = beta * momentum[name] + g
             ahead[name] = beta * momentum[name] + g if config.nesterov else momentum[name]
-        for name, step in _orthogonal_steps(ahead, config).items():
+        for name, step in steps_of(ahead, config).items():
             kept = 1 - lr * config.weight_decay if name in decayed else 1.0
             new[name] = (params[name] * kept - lr * step).to(params[name].dtype)
         adam_state = {key: part for key, part in opt_state.items() if key != "momentum"}
@@ -68,7 +76,7 @@ def muon(config: Muon, roles: dict[str, Role]) -> Optimizer:
         torch._foreach_mul_(m, keep_unless(ok, beta))
         torch._foreach_add_(m, g)
         ahead = torch._foreach_add(g, m, alpha=beta) if config.nesterov else m
-        steps = _orthogonal_steps(dict(zip(names, ahead, strict=True)), config)
+        steps = steps_of(dict(zip(names, ahead, strict=True)), config)
         lr = lr * ok
         shrink([params[name] for name in names if name in decayed], lr * config.weight_decay)
         torch._foreach_sub_([params[name] for name in names], torch._foreach_mul([steps[n] for n in names], lr))
@@ -76,7 +84,7 @@ def muon(config: Muon, roles: dict[str, Role]) -> Optimizer:
     return Optimizer(init, update, update_)
 
 
-def _orthogonal_steps(momenta: Params, config: Muon) -> Params:
+def orthogonal_steps(momenta: Params, config: Muon) -> Params:
     """Orthogonalised and scaled updates; matrices of one shape share one batched iteration."""
     by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, momentum in momenta.items():

@@ -1,0 +1,135 @@
+"""FSDP2 and HSDP train the same model to the same losses as one process, with every optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+from torch.distributed.tensor import DTensor
+
+from forge.config import SGD, FreezeStage, Lion, Muon, NoSchedule, ScheduleFree
+from forge.errors import ConfigError
+from forge.pytree import tree_leaves
+from forge.training.optimizer import eval_params
+from forge.training.parts import build_parts, initial_state, seam_for, step_for
+from forge.training.runtime import open_runtime
+from tests.distributed.parity import assert_same_curve
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import JOB, MODEL, TRAIN, global_batch, local_batch, train, whole
+
+TIED = evolve(MODEL, tied_embeddings=True)
+JOBS = {
+    "adamw": JOB,
+    "muon": evolve(JOB, optimizer=Muon(adam_lr=1e-2)),
+    "lion": evolve(JOB, optimizer=Lion(lr=1e-3)),
+    "sgd": evolve(JOB, optimizer=SGD()),
+    "schedule_free": evolve(JOB, optimizer=ScheduleFree(lr=1e-2), scheduler=NoSchedule()),
+    "tied": evolve(JOB, model=TIED),
+    "recomputed": evolve(JOB, train=evolve(TRAIN, activation_checkpointing="full")),
+    "bf16 weights": evolve(JOB, train=evolve(TRAIN, param_dtype="bf16", precision="fp32")),
+    "frozen for three steps": evolve(
+        JOB, train=evolve(TRAIN, freeze=(FreezeStage(("blocks.1.*", "embed*")), FreezeStage(("*",), False, 3)))
+    ),
+    "large micro-batches": evolve(JOB, train=evolve(TRAIN, micro_batch_size=2)),
+}
+LAYOUTS = {2: {"fsdp2": {}, "ddp2": {"dp_replicate": 2}}, 4: {"fsdp4": {}, "hsdp 2x2": {"dp_replicate": 2}}}
+BROAD = ("adamw", "muon")  # in every layout; the other jobs in fsdp2
+
+
+def _cases(world_size):
+    for layout in LAYOUTS[world_size]:
+        for job in JOBS:
+            if job in BROAD or layout == "fsdp2":
+                yield world_size, layout, job
+
+
+def _train_all(world_size):
+    return {(layout, job): train(JOBS[job], LAYOUTS[world_size][layout]) for _, layout, job in _cases(world_size)}
+
+
+@pytest.fixture(scope="module")
+def curves():
+    return {world_size: run_ranks(_train_all, world_size, world_size) for world_size in LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {name: train(job) for name, job in JOBS.items()}
+
+
+@pytest.mark.parametrize(("world_size", "layout", "job"), [case for w in LAYOUTS for case in _cases(w)])
+def test_sharding_does_not_change_the_training(world_size, layout, job, curves, alone):
+    for rank in range(world_size):
+        exact = job != "bf16 weights"  # gradients of bf16 weights are bf16, and their sum depends on its order
+        assert_same_curve(
+            curves[world_size][rank][layout, job],
+            alone[job],
+            losses=1e-5 if exact else 2e-3,
+            norms=1e-4 if exact else 2e-2,
+            params=2e-4 if exact else 2e-2,
+        )
+
+
+def _parts_of_rank():
+    """What one rank holds, and how the seam treats parameters that are not the module's own."""
+    with open_runtime(JOB) as runtime:
+        parts = build_parts(JOB, runtime)
+        state = initial_state(JOB, parts)
+        held = sum(leaf.to_local().numel() for leaf in state.params.values())
+        sharded = all(isinstance(leaf, DTensor) for leaf in state.params.values())
+        seam = seam_for(JOB, parts)
+        batch = local_batch(global_batch(0), runtime.data_rank, runtime.data_ranks, 2)
+        first, _ = seam(state.params, {}, batch)
+        doubled = {name: 2 * p for name, p in state.params.items()}
+        second, grads = seam(doubled, {}, batch)
+        try:
+            torch.func.vmap(lambda ids: seam(doubled, {}, evolve(batch, input_ids=ids))[0].total)(batch.input_ids[None])
+            refused = ""
+        except ConfigError as error:
+            refused = str(error)
+        norm = sum(float(whole(g).square().sum()) for g in grads.values())
+        left = [p.grad for p in parts.model.parameters() if p.grad is not None]
+        return held, sharded, float(first.total), float(second.total), norm, refused, left
+
+
+def test_each_rank_holds_its_share_and_the_seam_computes_with_what_it_is_given():
+    ranks = run_ranks(_parts_of_rank, 2)
+    whole_size = sum(p.numel() for p in build_parts(JOB, runtime=_alone()).model.parameters())
+    assert sum(rank[0] for rank in ranks) == whole_size and max(rank[0] for rank in ranks) < 0.55 * whole_size
+    for _, sharded, first, second, norm, refused, left in ranks:
+        assert sharded and not left and norm > 0
+        assert abs(first - second) > 1e-3, "loss(p) != loss(2p)"
+        assert "torch.func" in refused and "build_value_and_grad" in refused
+    assert ranks[0][2:5] == ranks[1][2:5]
+
+
+def _alone():
+    from forge.training.runtime import build_runtime
+
+    return build_runtime(JOB)
+
+
+def _evaluate():
+    job = JOBS["schedule_free"]
+    with open_runtime(job) as runtime:
+        parts = build_parts(job, runtime)
+        state = initial_state(job, parts)
+        step_at = step_for(job, parts)
+        losses = []
+        for n in range(3):
+            step, state = step_at(n, state)
+            state, _ = step(state, local_batch(global_batch(n), runtime.data_rank, runtime.data_ranks, 1))
+            average = eval_params(parts.optimizer, state.params, state.opt_state)
+            before = [whole(p) for p in tree_leaves(state.params)]
+            sums = parts.eval_step(
+                average, state.extras, local_batch(global_batch(9), runtime.data_rank, runtime.data_ranks, 1)
+            )
+            assert all(torch.equal(a, whole(b)) for a, b in zip(before, tree_leaves(state.params), strict=True))
+            losses.append(float(sums.ce) / int(sums.tokens))
+        return losses
+
+
+def test_evaluation_is_that_of_one_process_and_leaves_the_training_parameters():
+    expected = _evaluate()
+    for losses in run_ranks(_evaluate, 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
