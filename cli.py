@@ -5,6 +5,7 @@ Nothing here imports torch before a command needs it, so that help is instant.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,8 @@ from typing import Literal
 
 from attrs import field, frozen
 
-from forge.config.flags import parse, parse_job
+from forge.config.checks import integer, number, optional
+from forge.config.flags import parse, parse_job, pop_flag
 from forge.errors import ConfigError, ForgeError, did_you_mean
 
 PRESET = Path(__file__).parent / "configs" / "tiny.toml"
@@ -25,7 +27,7 @@ class RunFolder:
 
     run_dir: str = "runs/tiny"
     """Folder of a run."""
-    step: int = -1
+    step: int = field(default=-1, validator=integer(least=-1))
     """Checkpoint to take; -1 = the newest."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto = the first CUDA device, else the CPU."""
@@ -35,7 +37,7 @@ class RunFolder:
 class Eval(RunFolder):
     """Held-out loss of a trained model."""
 
-    batches: int = 1_000_000
+    batches: int = field(default=1_000_000, validator=integer(least=1))
     """Most batches; the set is finite and taken whole by default."""
 
 
@@ -45,15 +47,15 @@ class Generate(RunFolder):
 
     prompt: str = "def "
     """What the model continues."""
-    max_new_tokens: int = 400
+    max_new_tokens: int = field(default=400, validator=integer(least=0))
     """Tokens to generate."""
-    temperature: float = 0.8
+    temperature: float = field(default=0.8, validator=number(least=0))
     """Divides the logits; 0 = the likeliest token."""
-    top_k: int | None = None
+    top_k: int | None = field(default=None, validator=optional(integer(least=1)))
     """Sample from the k likeliest tokens."""
-    top_p: float | None = None
+    top_p: float | None = field(default=None, validator=optional(number(least=0, most=1)))
     """Sample from the likeliest tokens that reach this probability."""
-    seed: int = 0
+    seed: int = field(default=0, validator=integer(least=0, most=2**63 - 1))
     """Of the sampling."""
 
 
@@ -61,13 +63,13 @@ class Generate(RunFolder):
 class Prepare:
     """Text to token shards: train.bin, eval.bin and manifest.json."""
 
-    path: str = field(default="stdlib")
+    path: str = "stdlib"
     """A text file, a folder, a glob, or 'stdlib': Python's own source."""
-    out: str = field(default="data/prepared")
+    out: str = "data/prepared"
     """Folder to make; it must not exist."""
     tokenizer: str = "bytes"
     """'bytes', or the path of a tokenizer.json."""
-    eval_fraction: float = 0.02
+    eval_fraction: float = field(default=0.02, validator=number(least=0, most=0.5))
     """Share of the documents held out."""
 
 
@@ -92,6 +94,7 @@ def evaluate(argv: Sequence[str]) -> None:
 def generate(argv: Sequence[str]) -> None:
     """Text from a trained model."""
     args = parse(Generate, argv, prog="cli.py generate")
+    from forge.training.progress import visible
     from forge.training.reload import generate_from_run
 
     text = generate_from_run(
@@ -105,7 +108,7 @@ def generate(argv: Sequence[str]) -> None:
         top_p=args.top_p,
         seed=args.seed,
     )
-    print(text)
+    print(visible(text) if sys.stdout.isatty() else text)
 
 
 def prepare(argv: Sequence[str]) -> None:
@@ -132,12 +135,11 @@ def prepare(argv: Sequence[str]) -> None:
 
 def plan(argv: Sequence[str]) -> None:
     """Parameters, FLOPs, memory and time of a run, without allocating it; takes the flags of train and --tflops."""
-    from forge.config.flags import pop_flag
-
     rate, rest = pop_flag(argv, "--tflops")
     if rate is not None and not _is_positive(rate):
         raise ConfigError(f"--tflops must be a number > 0, got {rate!r}")
-    config = parse_job(rest, prog="cli.py plan", default_preset=PRESET)
+    about = "--tflops RATE is what the run reaches, in 1e12 FLOP/s (default: the device's peak)."
+    config = parse_job(rest, prog="cli.py plan", default_preset=PRESET, about=about)
     from forge.training.plan import format_plan, measured_tflops, plan_run
 
     print(format_plan(plan_run(config, tflops=float(rate) if rate is not None else measured_tflops(config))))
@@ -167,14 +169,27 @@ def main(argv: Sequence[str]) -> int:
         command(rest)
         sys.stdout.flush()
     except ForgeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split("\n")), file=sys.stderr)
         return error.exit_status
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(f"error: out of memory: {_OUT_OF_MEMORY}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # `cli.py generate | head`: nobody reads any more, and nothing may be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+_OUT_OF_MEMORY = "lower --train.micro-batch-size, or --train.activation-checkpointing full; see `cli.py plan`"
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch's allocator gave up; told by name, because torch is not imported here."""
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: " in str(error)
 
 
 def _command(argv: Sequence[str]) -> tuple[Callable[[Sequence[str]], None], Sequence[str]]:
@@ -202,4 +217,6 @@ def _help(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what a model writes may not fit the terminal's encoding
     sys.exit(main(sys.argv[1:]))

@@ -75,8 +75,13 @@ def boolean() -> Validator:
 
 
 def text() -> Validator:
-    """A string."""
-    return instance_of(str, "a string")
+    """A string with something in it: an empty path would be the current folder."""
+
+    def check(instance: object, attribute: Attribute[Any], value: object) -> None:
+        if not isinstance(value, str) or not value or "\0" in value:
+            raise ConfigError(f"{_key(instance, attribute)} must be a string of at least one character, got {value!r}")
+
+    return check
 
 
 def optional(inner: Validator) -> Validator:

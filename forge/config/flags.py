@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +21,14 @@ from forge.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 
-def parse_job(argv: Sequence[str], *, prog: str, default_preset: Path) -> JobConfig:
+def parse_job(argv: Sequence[str], *, prog: str, default_preset: Path, about: str = "") -> JobConfig:
     """Defaults, then the preset (`--config`), then flags.
 
     `--optimizer.name` and `--scheduler.name` choose their config class before the other flags are read, so that the
     class's own defaults hold and its own flags exist.
+
+    Args:
+        about: what the help says before the flags.
 
     Raises:
         ConfigError: an unknown flag or key, a wrong type, an impossible value or combination.
@@ -42,43 +45,71 @@ def parse_job(argv: Sequence[str], *, prog: str, default_preset: Path) -> JobCon
     if scheduler is not None and scheduler != base.scheduler.name:
         changes["scheduler"] = _variant("scheduler.name", scheduler, SCHEDULERS)()
     base = attrs.evolve(base, **changes)
-    known = [f"--{key.replace('_', '-')}" for key in flatten_config(base)] + ["--config"]
-    return parse(JobConfig, rest, prog=prog, default=base, known=known)
+    values = flatten_config(base)
+    _refuse_tables(rest, [key for key, value in values.items() if isinstance(value, list)])
+    known = [_flag(key) for key in values] + ["--config"]
+    preface = f"{about} --config PATH reads a preset (default: {default_preset.name}); flags win over it.".strip()
+    return parse(JobConfig, rest, prog=prog, default=base, known=known, about=preface)
 
 
-def parse(cls: type[T], argv: Sequence[str], *, prog: str, default: T | None = None, known: Sequence[str] = ()) -> T:
+def parse(
+    cls: type[T],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    default: T | None = None,
+    known: Sequence[str] = (),
+    about: str = "",
+) -> T:
     """Parse the flags of an attrs class; `--help` prints and exits with 0.
 
     Args:
         known: flags to suggest from; without them, the class's own fields.
+        about: what the help says before the flags; the class's docstring where it is empty.
 
     Raises:
         ConfigError: an unknown flag, a stray word, or a value of the wrong type.
     """
-    flags = list(known) or [f"--{field.name.replace('_', '-')}" for field in attrs.fields(cls)]  # type: ignore[arg-type]
     complaint = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint), _wide_terminal(any(word in ("-h", "--help") for word in argv)):
+        with contextlib.redirect_stderr(complaint), _wide_terminal(leave="-h" in argv or "--help" in argv):
             found, unknown = tyro.cli(
                 cls,
                 args=list(argv),
                 prog=prog,
-                default=default,
+                description=about or None,
+                default=tyro.MISSING_NONPROP if default is None else default,
                 return_unknown_args=True,
                 config=(tyro.conf.AvoidSubcommands,),
             )
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise ConfigError(_first_line(complaint.getvalue())) from None
+        raise ConfigError(_message(complaint.getvalue())) from None
     if unknown:
-        word = unknown[0]
-        if not word.startswith("-"):
-            raise ConfigError(f"stray argument {word!r}: every value follows its flag")
-        flag = word.split("=")[0].replace("_", "-")
-        raise ConfigError(f"unknown flag {flag}{did_you_mean(flag, flags)}; --help lists them")
-    assert found is not None
+        raise _unknown(unknown[0], known or [_flag(field.name) for field in attrs.fields(cls)])  # type: ignore[arg-type]
     return found
+
+
+def _refuse_tables(argv: Sequence[str], tables: Sequence[str]) -> None:
+    """Name the keys that only TOML can hold; tyro would call them unknown."""
+    for word in argv:
+        key = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if key.startswith(tuple(tables)):
+            raise ConfigError(f"{key} is a table: give it in the --config file, not as a flag")
+
+
+def _unknown(word: str, flags: Sequence[str]) -> ConfigError:
+    if word.lower() in ("true", "false"):
+        return ConfigError(f"stray argument {word!r}: a switch takes no value, it is --a.switch or --a.no-switch")
+    if not word.startswith("-"):
+        return ConfigError(f"stray argument {word!r}: every value follows its flag")
+    flag = word.partition("=")[0].replace("_", "-")
+    return ConfigError(f"unknown flag {flag}{did_you_mean(flag, flags)}; --help lists them")
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
 
 
 def pop_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
@@ -106,7 +137,7 @@ def _variant(key: str, name: str, classes: dict[str, type]) -> type:
 
 
 @contextlib.contextmanager
-def _wide_terminal(leave: bool) -> Any:
+def _wide_terminal(leave: bool) -> Generator[None, None, None]:
     """Keep tyro from folding its message: it is cut out of its box and printed as one line."""
     before = os.environ.get("COLUMNS")
     if not leave:
@@ -120,7 +151,8 @@ def _wide_terminal(leave: bool) -> Any:
             os.environ["COLUMNS"] = before
 
 
-def _first_line(box: str) -> str:
-    """The first line of text in tyro's box of an error."""
-    lines = [line.strip("│ \n") for line in box.splitlines() if line.startswith("│")]
-    return lines[0] if lines else box.strip().splitlines()[0]
+def _message(box: str) -> str:
+    """The line below the title of tyro's box, whose lines are drawn in Unicode or, for an ASCII stdout, not at all."""
+    lines = [line.strip("│╭╮╰╯─ ") for line in box.splitlines()]
+    title, *texts = [line for line in lines if line.strip("-")]
+    return texts[0] if texts else title

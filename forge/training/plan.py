@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge.config import JobConfig
+from forge.errors import ConfigError
 from forge.metrics import ParameterCount, count_flops_per_token, count_parameters, device_peak_tflops
 from forge.model.block import BlockOutput
 from forge.pytree import tree_leaves
+from forge.training.freeze import stage_boundaries, trainable_names
 from forge.training.loss import LossSums, build_loss_fn
 from forge.training.parts import Parts, build_parts, template_state
 from forge.training.runtime import build_runtime
 
-GIB = 2**30
+
+class _GroupedMM(TorchDispatchMode):
+    """The shape of a grouped product in any dtype: torch's own rule refuses fp32, which the CPU kernel takes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+        return func(*args, **(kwargs or {}))
 
 
 @frozen
@@ -45,14 +57,21 @@ def plan_run(config: JobConfig, *, tflops: float) -> Plan:
 
     Args:
         tflops: rate at which the run computes, in 1e12 FLOP/s: a device's peak times the MFU that you expect.
+
+    Raises:
+        ConfigError: a tensor of the run would have more elements than can be addressed.
     """
+    _check_addressable(config)
+    config = _uncompiled(config)
     runtime = build_runtime(config)
     parts = build_parts(config, runtime)
-    state = template_state(config, parts, 1)
-    gradients = [state.params[name] for name in next(iter(state.opt_state.values()), {})]
+    state = template_state(config, parts, config.train.steps)
+    learned = _learned(config, state.params)
+    cast = runtime.compute_dtype if runtime.compute_dtype != runtime.param_dtype else None
     memory = {
         "parameters": _bytes(state.params),
-        "gradients": _bytes(gradients),
+        "their casts": sum(p.numel() * cast.itemsize for p in state.params.values()) if cast else 0,
+        "gradients": _bytes([state.params[name] for name in learned]),
         "optimizer": _bytes(state.opt_state),
         "activations": activation_bytes(config, parts),
         "logits": _logit_bytes(config),
@@ -64,6 +83,15 @@ def plan_run(config: JobConfig, *, tflops: float) -> Plan:
         memory=memory,
         tflops=tflops,
     )
+
+
+def _check_addressable(config: JobConfig) -> None:
+    model, train = config.model, config.train
+    widths = (model.dim, model.query_heads * model.head_width, model.ffn_width, model.vocab_size, train.seq_len)
+    widest = max(*widths, model.expert_width * model.moe.top_k)
+    elements = max(count_parameters(model).total, train.micro_batch_size * train.seq_len * widest)
+    if elements >= 2**58:
+        raise ConfigError(f"{elements:.3g} numbers cannot be addressed: make model, train.seq_len or the batch smaller")
 
 
 def measured_tflops(config: JobConfig) -> float:
@@ -88,8 +116,22 @@ def _without_checkpointing(config: JobConfig) -> JobConfig:
     return evolve(config, train=evolve(config.train, activation_checkpointing="none"))
 
 
+def _uncompiled(config: JobConfig) -> JobConfig:
+    """Nothing to compile: the plan's tensors have no storage. What a compiler fuses away is not counted off."""
+    return evolve(config, train=evolve(config.train, compile=False))
+
+
+def _learned(config: JobConfig, params: dict[str, Tensor]) -> frozenset[str]:
+    """The parameters with a gradient, at the update that has most of them."""
+    starts = [start for start in stage_boundaries(config.train.freeze) if start < config.train.steps]
+    sets = [trainable_names(config.train.freeze, params, start) for start in starts]
+    return max(sets, key=lambda names: _bytes([params[name] for name in names]))
+
+
 def _saved_bytes(config: JobConfig, parts: Parts) -> int:
     loss_fn = build_loss_fn(config.train, config.model)
+    named = {name: p.detach() for name, p in parts.model.named_parameters()}
+    learned = _learned(config, named)
     storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -97,16 +139,16 @@ def _saved_bytes(config: JobConfig, parts: Parts) -> int:
         storages[storage._cdata] = storage.nbytes()
         return tensor
 
-    with FakeTensorMode(), torch.enable_grad():
+    with FakeTensorMode(), _GroupedMM(), torch.enable_grad():
         ids = torch.zeros(config.train.micro_batch_size, config.train.seq_len, dtype=torch.int64)
-        doc_ids = ids if config.data.isolate_documents else None
+        doc_ids = ids.clone() if config.data.isolate_documents else None
         params = {
-            name: torch.empty(p.shape, dtype=parts.runtime.compute_dtype).requires_grad_()
-            for name, p in parts.model.named_parameters()
+            name: torch.empty(p.shape, dtype=parts.runtime.compute_dtype).requires_grad_(name in learned)
+            for name, p in named.items()
         }
 
         def output(hidden: Tensor, weight: Tensor, _: list[BlockOutput]) -> LossSums:
-            return loss_fn(hidden, weight, ids, None)
+            return loss_fn(hidden, weight, ids.clone(), None)
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             result = functional_call(parts.model, params, (ids, doc_ids), {"output": output})
@@ -130,15 +172,15 @@ def _bytes(tree: object) -> int:
 def format_plan(plan: Plan) -> str:
     """The plan as a table of lines."""
     counts = plan.parameters
-    lines = [f"parameters   {_count(counts.total):>10}   active {_count(counts.active)}"]
-    lines += [f"  {part:<16}{_count(count):>8}" for part, count in counts.by_part.items() if count]
+    lines = [f"parameters      {_count(counts.total):>10}   active {_count(counts.active)}"]
+    lines += [f"  {part:<14}{_count(count):>10}" for part, count in counts.by_part.items() if count]
     lines += [
-        f"FLOPs        {plan.flops_per_token:>10.4g}   a token, forward and backward",
-        f"             {plan.total_flops:>10.4g}   for {_count(plan.total_tokens)} tokens",
-        f"memory       {sum(plan.memory.values()) / GIB:>10.3f}   GiB",
+        f"FLOPs           {plan.flops_per_token:>10.4g}   a token, forward and backward",
+        f"                {plan.total_flops:>10.4g}   for {_count(plan.total_tokens)} tokens",
+        f"memory          {_size(sum(plan.memory.values())):>10}   on one device",
     ]
-    lines += [f"  {part:<16}{size / GIB:>8.3f}" for part, size in plan.memory.items()]
-    lines.append(f"time         {_duration(plan.seconds):>10}   at {plan.tflops:.4g} TFLOP/s")
+    lines += [f"  {part:<14}{_size(size):>10}" for part, size in plan.memory.items() if size]
+    lines.append(f"time            {_duration(plan.seconds):>10}   at {plan.tflops:.4g} TFLOP/s")
     return "\n".join(lines)
 
 
@@ -147,6 +189,13 @@ def _count(number: float) -> str:
         if number >= size:
             return f"{number / size:.2f} {suffix}"
     return f"{number:.0f}"
+
+
+def _size(number: float) -> str:
+    for exponent, suffix in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if number >= 2**exponent:
+            return f"{number / 2**exponent:.2f} {suffix}"
+    return f"{number:.0f} B"
 
 
 def _duration(seconds: float) -> str:

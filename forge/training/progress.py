@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import TextIO
 
 from attrs import frozen
 
-from forge.metrics import format_metrics, wants_color
+from forge.metrics import format_metrics
 
 
 @frozen
@@ -26,39 +27,42 @@ class Progress:
 def training_progress(steps: int, done: int, stream: TextIO | None = None) -> Generator[Progress, None, None]:
     """Show the progress of a run of `steps` updates of which `done` are made.
 
-    On a terminal the bar holds the newest numbers and the time left; elsewhere every set of metrics is a line.
+    A terminal has a bar with the time left, and the newest numbers below it; elsewhere every set of metrics is a line.
     """
     stream = sys.stdout if stream is None else stream
-    if not stream.isatty():
+    if not _can_redraw(stream):
         yield _plain(stream)
         return
-    from rich.console import Console
+    from rich.console import Console, Group
+    from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
+    from rich.text import Text
 
     console = Console(file=stream, highlight=False)
-    columns = (
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}", markup=False),
-        TimeElapsedColumn(),
-        TextColumn("eta"),
-        TimeRemainingColumn(compact=True),
-    )
-    color = wants_color(stream)
-    with Bar(*columns, console=console, transient=False) as bar:
-        task = bar.add_task("train", total=steps, completed=done, numbers="")
+    elapsed, eta = TimeElapsedColumn(), TimeRemainingColumn(compact=True)
+    bar = Bar(BarColumn(bar_width=24), MofNCompleteColumn(), elapsed, TextColumn("eta"), eta, console=console)
+    task, numbers = bar.add_task("train", total=steps, completed=done), Text()
 
-        def advance(step: int, metrics: Mapping[str, float | str]) -> None:
-            if metrics:
-                bar.update(task, completed=step, numbers=_numbers(metrics))
-            else:
-                bar.update(task, completed=step)
+    def advance(step: int, metrics: Mapping[str, float | str]) -> None:
+        bar.update(task, completed=step)
+        if metrics:
+            numbers.plain = _numbers(metrics)
 
-        def note(line: str) -> None:
-            console.print(line, markup=False, style=None if color else "none")
+    def note(line: str) -> None:
+        console.print(visible(line), markup=False, emoji=False, soft_wrap=True)
 
+    with Live(Group(bar, numbers), console=console):
         yield Progress(advance, note)
+
+
+def visible(text: str) -> str:
+    """The text without what would command a terminal: a model may write any byte."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def _can_redraw(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _plain(stream: TextIO) -> Progress:
@@ -81,7 +85,7 @@ def _numbers(metrics: Mapping[str, float | str]) -> str:
 def counting_progress(label: str, stream: TextIO | None = None) -> Generator[Callable[[int, int], None], None, None]:
     """Yield `report(done, total)`: a bar on a terminal, a line at every tenth elsewhere."""
     stream = sys.stdout if stream is None else stream
-    if stream.isatty():
+    if _can_redraw(stream):
         from rich.console import Console
         from rich.progress import Progress as Bar
 
@@ -99,3 +103,7 @@ def counting_progress(label: str, stream: TextIO | None = None) -> Generator[Cal
             print(f"{label}: {done} of {total}", file=stream, flush=True)
 
     yield report
+
+
+SILENT = Progress(lambda step, metrics: None, lambda line: None)
+"""For the ranks that do not write."""

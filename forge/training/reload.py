@@ -55,7 +55,8 @@ def load_run(run_dir: str | Path, *, step: int = -1, device: Device = "auto") ->
     root = Path(run_dir) / "checkpoints"
     path = _choose(root, step)
     config = load_config(path / "config.toml")
-    config = evolve(config, train=evolve(config.train, device=device))
+    # Without a backward pass there is nothing to recompute, and one evaluation does not pay for compiling.
+    config = evolve(config, train=evolve(config.train, device=device, compile=False, activation_checkpointing="none"))
     parts = build_parts(config, build_runtime(config))
     template = template_state(config, parts, read_manifest(path)["step"])
     return Trained(config, parts, load_checkpoint(path, template, device=parts.runtime.device))

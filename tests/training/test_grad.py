@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from forge.config import ModelConfig, TrainConfig
 from forge.errors import DataError
 from forge.model import build_model, init_params
-from forge.pytree import tree_map, tree_norm
 from forge.model.recompute import apply_activation_checkpointing
+from forge.pytree import tree_map, tree_norm
 from forge.training.grad import build_value_and_grad, clip_factor
 from forge.training.loss import build_loss_fn
 from forge.training.state import IGNORE, Batch

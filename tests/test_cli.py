@@ -1,0 +1,216 @@
+"""The command line: what each command does, with what `train` made, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+
+import cli
+from forge.checkpoint import list_checkpoints
+from forge.config import JobConfig, Muon, load_config
+from forge.errors import ForgeError, Stopped
+from tests.cli_job import call, tree_of, write_job
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def preset(tmp_path):
+    return write_job(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The preset of a run with checkpoints at steps 2 and 4; tests do not write to it."""
+    preset = write_job(tmp_path_factory.mktemp("trained"))
+    assert call("--config", preset)[0] == 0
+    return preset
+
+
+def test_without_a_command_it_trains(preset):
+    status, out, err = call("--config", preset, "--train.steps", "2")
+    assert (status, err) == (0, "")
+    assert "2 steps of 4 x 16 tokens" in out and "[step 2] loss=" in out
+    assert [path.name for path in list_checkpoints(preset.parent / "run" / "checkpoints")] == ["step_00000002"]
+
+
+def test_eval_reports_the_newest_or_the_asked_checkpoint(trained):
+    run_dir = trained.parent / "run"
+    status, newest, _ = call("eval", "--run-dir", run_dir)
+    assert status == 0 and re.search(
+        r"run step 4: loss \d\.\d+ \| perplexity .* \| bits per byte .* \| \d+ tokens", newest
+    )
+    status, older, _ = call("eval", "--run-dir", run_dir, "--step", 2, "--batches", 1)
+    assert status == 0 and "step 2: loss" in older
+
+
+def test_generate_continues_the_prompt_and_repeats_for_a_seed(trained):
+    argv = ("generate", "--run-dir", trained.parent / "run", "--prompt", "3 times", "--max-new-tokens", 8, "--seed")
+    status, first, _ = call(*argv, 1)
+    assert status == 0 and first.startswith("3 times") and len(first) > len("3 times\n")
+    assert call(*argv, 1)[1] == first != call(*argv, 2)[1]
+
+
+def test_prepare_makes_a_folder_that_train_reads(preset):
+    out = preset.parent / "prepared"
+    status, said, _ = call("prepare", "--path", preset.parent / "text", "--out", out, "--eval-fraction", 0.2)
+    assert status == 0 and f"--data.path {out}" in said
+    assert sorted(path.name for path in out.iterdir()) == ["eval.bin", "manifest.json", "train.bin"]
+    status, said, _ = call("--config", preset, "--data.path", out, "--train.steps", 1)
+    assert status == 0 and "[step 1] held out" in said
+
+
+def test_plan_prints_every_part_and_writes_nothing(preset):
+    before = tree_of(preset.parent)
+    status, out, err = call("plan", "--config", preset, "--tflops", "2.5")
+    assert (status, err) == (0, "")
+    for part in ("parameters", "gradients", "optimizer", "activations", "FLOPs", "time", "at 2.5 TFLOP/s"):
+        assert part in out
+    assert tree_of(preset.parent) == before
+
+
+def test_help_lists_every_flag_with_its_text(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    status, out, _ = call("--help")
+    assert status == 0
+    assert all(command in out for command in cli.COMMANDS) and "--config PATH" in out
+    config = load_config(cli.PRESET)
+    for section in attrs.fields(JobConfig):
+        value = getattr(config, section.name)
+        for key in (
+            [f.name for f in attrs.fields(type(value)) if f.name not in ("freeze", "moe")]
+            if attrs.has(type(value))
+            else []
+        ):
+            assert f"--{section.name}.{key}".replace("_", "-") in out
+    for text in ("Width of the residual stream.", "Updates in all.", "Peak learning rate of the hidden matrices.",
+                 "Experts that each token is sent to.", "Share of the documents held out for evaluation.",
+                 "Tensor parallel ranks.", "Updates between checkpoints", "Updates between log lines",
+                 "Steps in the window", "Updates between evaluations"):  # fmt: skip
+        assert text in out, text
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help(command):
+    status, out, _ = call(command, "--help")
+    assert status == 0 and f"cli.py {command}" in out
+    assert ("--tflops" in out) == (command == "plan")
+
+
+HELP = "import sys, cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\nprint('\\n', sorted({'torch', 'numpy'} & set(sys.modules)))"
+
+
+def test_help_imports_no_torch():
+    done = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].strip() == "[]"
+
+
+def test_equals_sign_dashes_and_underscores_mean_the_same(preset):
+    outs = {
+        call("plan", "--config", preset, "--tflops", 1, *flags)[1]
+        for flags in (
+            ["--train.steps", "5", "--train.seq-len", "8"],
+            ["--train.steps=5", "--train.seq_len=8"],
+            ["--train.seq_len", "8", "--train.steps=5"],
+        )
+    }
+    assert len(outs) == 1 and "160 tokens" in outs.pop()
+
+
+def test_choosing_muon_keeps_its_other_defaults(preset):
+    status, _, _ = call("--config", preset, "--optimizer.name", "muon", "--optimizer.lr", "0.01", "--train.steps", 1)
+    written = load_config(preset.parent / "run" / "config.toml")
+    assert status == 0
+    assert written.optimizer == Muon(lr=0.01)
+
+
+def test_the_message_survives_a_terminal_without_unicode(preset):
+    done = _python("plan", "--config", preset, "--train.steps", "1e4", env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 2
+    assert done.stderr == "error: Error parsing --train.steps: invalid literal for int() with base 10: '1e4'\n"
+
+
+def _python(*argv, env=None, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "cli.py"), *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})}, **options)
+
+
+def test_running_out_of_memory_is_one_line_with_a_remedy(monkeypatch, capsys):
+    def greedy(argv):
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+        )
+
+    monkeypatch.setitem(cli.COMMANDS, "train", greedy)
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err.startswith("error: out of memory: lower --train.micro-batch-size")
+
+    def broken(argv):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setitem(cli.COMMANDS, "train", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["train"])
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "err"),
+    [
+        (ForgeError("two\nlines"), 2, "error: two lines\n"),
+        (Stopped(signal.SIGTERM, "saved step 3"), 143, "error: stopped by SIGTERM: saved step 3\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_the_exit_status_says_how_it_ended(monkeypatch, capsys, raised, status, err):
+    def command(argv):
+        raise raised
+
+    monkeypatch.setitem(cli.COMMANDS, "eval", command)
+    assert cli.main(["eval"]) == status
+    assert capsys.readouterr().err == err
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_exits_with_130_and_the_same_command_goes_on(preset):
+    command = [sys.executable, str(ROOT / "cli.py"), "--config", str(preset), "--train.steps", "1000000"]
+    said = []
+    for _ in range(2):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            said.append([])
+            for line in process.stdout:
+                said[-1].append(line)
+                if line.startswith("[step"):
+                    process.send_signal(signal.SIGINT)
+                    break
+            _, err = process.communicate(timeout=300)
+        saved = int(list_checkpoints(preset.parent / "run" / "checkpoints")[-1].name.removeprefix("step_"))
+        assert process.returncode == 130
+        assert (
+            err
+            == f"error: stopped by SIGINT: saved step {saved} in {preset.parent}/run; the same command goes on from there\n"
+        )
+        said[-1].append(saved)
+    assert f"resuming at step {said[0][-1]}:" in "".join(said[1][:-1]) and said[1][-1] > said[0][-1]
+
+
+def test_a_closed_pipe_is_silent(trained):
+    command = [
+        sys.executable,
+        str(ROOT / "cli.py"),
+        "generate",
+        "--run-dir",
+        str(trained.parent / "run"),
+        "--max-new-tokens",
+        "4",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        err = process.stderr.read()
+    assert (err, process.returncode) == (b"", 0)

@@ -1,0 +1,117 @@
+"""Data of a config: the same batches every time, and a mistake named before anything is trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+
+from forge.config import DataConfig, EvalConfig, JobConfig, ModelConfig, TrainConfig
+from forge.data import build_tokenizer, prepare
+from forge.errors import DataError
+from forge.pytree import tree_equal
+from forge.training.data_pipeline import build_data_pipeline
+
+
+@pytest.fixture
+def job(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for n in range(8):
+        (text / f"{n}.txt").write_text(" ".join(f"{n} times {k} is {n * k};" for k in range(30)))
+    return JobConfig(
+        model=ModelConfig(dim=16, n_layers=1, n_heads=2, vocab_size=257, max_seq_len=16),
+        train=TrainConfig(steps=8, seq_len=16, global_batch_size=4, micro_batch_size=2),
+        data=DataConfig(path=str(text), eval_fraction=0.2, cache_dir=str(tmp_path / "cache")),
+        eval=EvalConfig(interval=4, batches=2, batch_size=3),
+    )
+
+
+def test_batches_have_the_shapes_that_the_config_asks_for(job):
+    data = build_data_pipeline(job)
+    batch = data.batch_at(0)
+    assert batch.input_ids.shape == batch.labels.shape == batch.doc_ids.shape == (2, 2, 16)
+    assert [held.input_ids.shape for held in data.eval_batches] == [(1, 3, 16), (1, 3, 16)]
+    assert data.bytes_per_token == pytest.approx(1.0, abs=0.01)
+    assert data.samples > 100
+
+
+def test_batches_depend_on_step_and_data_seed_only(job):
+    first, again = build_data_pipeline(job), build_data_pipeline(job)
+    torch.manual_seed(5)
+    assert tree_equal(first.batch_at(7), again.batch_at(7))
+    assert not tree_equal(first.batch_at(7), first.batch_at(8))
+    other = build_data_pipeline(evolve(job, train=evolve(job.train, data_seed=1, seed=9)))
+    assert not tree_equal(first.batch_at(7), other.batch_at(7))
+    assert tree_equal(first.batch_at(7), build_data_pipeline(evolve(job, train=evolve(job.train, seed=9))).batch_at(7))
+
+
+def test_ranks_share_the_global_batch(job):
+    whole = build_data_pipeline(job).batch_at(3).input_ids.flatten(0, 1)
+    parts = [build_data_pipeline(job, rank=rank, ranks=2).batch_at(3).input_ids.flatten(0, 1) for rank in range(2)]
+    rows = sorted(tuple(row) for part in parts for row in part.tolist())
+    assert rows == sorted(tuple(row) for row in whole.tolist())
+
+
+def test_held_out_batches_are_the_same_at_every_iteration(job):
+    held_out = build_data_pipeline(job).eval_batches
+    assert all(tree_equal(a, b) for a, b in zip(held_out, held_out, strict=True))
+
+
+def test_without_evaluation_nothing_is_held_open(job):
+    assert build_data_pipeline(evolve(job, eval=EvalConfig(interval=0))).eval_batches is None
+
+
+def test_text_is_tokenised_once_with_progress(job):
+    seen = []
+    build_data_pipeline(job, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(n, 8) for n in range(1, 9)]
+    build_data_pipeline(job, progress=lambda *_: pytest.fail("tokenised again"))
+
+
+def test_a_prepared_folder_is_the_same_data_wherever_it_lies(job, tmp_path):
+    from_text = build_data_pipeline(job)
+    for name in ("a", "b"):
+        prepare(job.data.path, tmp_path / name, build_tokenizer("bytes"), eval_fraction=0.2)
+        folder = build_data_pipeline(evolve(job, data=evolve(job.data, path=str(tmp_path / name))))
+        assert folder.fingerprint == from_text.fingerprint
+        assert tree_equal(folder.batch_at(2), from_text.batch_at(2))
+
+
+def test_other_text_has_another_fingerprint(job, tmp_path):
+    before = build_data_pipeline(job).fingerprint
+    (tmp_path / "text" / "0.txt").write_text("other text " * 50)
+    assert build_data_pipeline(job).fingerprint != before
+
+
+def test_a_vocabulary_smaller_than_the_tokens_is_refused(job):
+    with pytest.raises(DataError, match=r"257 does not fit model\.vocab_size = 256"):
+        build_data_pipeline(evolve(job, model=evolve(job.model, vocab_size=256)))
+
+
+def test_a_larger_vocabulary_than_the_tokenizers_is_fine(job):
+    assert build_data_pipeline(evolve(job, model=evolve(job.model, vocab_size=300))).tokenizer.vocab_size == 257
+
+
+def test_evaluation_without_held_out_text_is_refused(job):
+    with pytest.raises(DataError) as caught:
+        build_data_pipeline(evolve(job, data=evolve(job.data, eval_fraction=0.0)))
+    assert "\n" not in str(caught.value) and "eval" in str(caught.value)
+
+
+def test_a_folder_of_another_tokenizer_is_refused(job, tmp_path):
+    prepare(job.data.path, tmp_path / "prepared", build_tokenizer("bytes"), eval_fraction=0.2)
+    manifest = tmp_path / "prepared" / "manifest.json"
+    manifest.write_text(
+        manifest.read_text()
+        .replace('"tokenizer": "bytes"', '"tokenizer": "other.json"')
+        .replace('"eod_id": 256', '"eod_id": 0')
+    )
+    with pytest.raises(DataError, match=r"was tokenised by 'other\.json'"):
+        build_data_pipeline(evolve(job, data=evolve(job.data, path=str(tmp_path / "prepared"))))
+
+
+def test_data_shorter_than_one_sequence_is_refused(job):
+    model, train = evolve(job.model, max_seq_len=10**6), evolve(job.train, seq_len=10**6)
+    with pytest.raises(DataError, match="one sequence"):
+        build_data_pipeline(evolve(job, model=model, train=train))

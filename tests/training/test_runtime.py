@@ -1,0 +1,92 @@
+"""What a process runs on: `auto` resolved, mistakes named, global settings given back."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from attrs import evolve
+
+from forge.config import DistributedConfig, JobConfig
+from forge.errors import ForgeError, RunError
+from forge.training.runtime import build_runtime, deterministic_kernels, open_runtime
+
+JOB = JobConfig()
+
+
+def _train(**changes):
+    return evolve(JOB, train=evolve(JOB.train, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "compute", "stored"),
+    [
+        ({}, torch.float32, torch.float32),
+        ({"precision": "bf16"}, torch.bfloat16, torch.float32),
+        ({"precision": "fp32", "param_dtype": "bf16"}, torch.float32, torch.bfloat16),
+    ],
+)
+def test_precision_names_the_dtypes(changes, compute, stored):
+    runtime = build_runtime(_train(device="cpu", **changes))
+    assert (runtime.device.type, runtime.compute_dtype, runtime.param_dtype) == ("cpu", compute, stored)
+
+
+def test_auto_takes_the_gpu_in_bf16_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    runtime = build_runtime(JOB)
+    assert (runtime.device.type, runtime.compute_dtype, runtime.param_dtype) == ("cuda", torch.bfloat16, torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert build_runtime(JOB).device.type == "cpu"
+
+
+def test_a_missing_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RunError, match=r"train\.device = cuda, but torch finds no CUDA device: use --train.device cpu"):
+        build_runtime(_train(device="cuda"))
+
+
+def test_one_process_is_a_world_of_one_without_a_group(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with open_runtime(_train(device="cpu")) as runtime:
+        assert (runtime.world_size, runtime.data_ranks, runtime.data_rank) == (1, 1, 0)
+        assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("given", ["two", "0", "-1", "1.5", ""])
+def test_a_senseless_world_size_is_one_line(monkeypatch, given):
+    monkeypatch.setenv("WORLD_SIZE", given)
+    with pytest.raises(RunError, match="WORLD_SIZE") as caught, open_runtime(JOB):
+        pass
+    assert "\n" not in str(caught.value)
+
+
+def test_a_layout_for_more_processes_than_there_are_is_refused(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ForgeError, match="tp"), open_runtime(evolve(JOB, distributed=DistributedConfig(tp=2))):
+        pass
+
+
+@pytest.mark.parametrize("before", [(False, False), (True, False), (True, True)])
+def test_deterministic_kernels_last_as_long_as_the_run(monkeypatch, before):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    try:
+        with deterministic_kernels(True):
+            assert _settings() == (True, False) and "CUBLAS_WORKSPACE_CONFIG" in os.environ
+        assert _settings() == before and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        with deterministic_kernels(False):
+            assert _settings() == before
+        assert _settings() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_kernels_end_with_an_exception_too():
+    with pytest.raises(ZeroDivisionError), deterministic_kernels(True):
+        raise ZeroDivisionError
+    assert _settings() == (False, False)
+
+
+def _settings():
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
