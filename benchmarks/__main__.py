@@ -1,0 +1,105 @@
+"""`python -m benchmarks`: time forge against its peer, print the tables, write them to a folder."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from attrs import field, frozen
+
+from benchmarks.memory import peak_memory
+from benchmarks.profiling import profile_step
+from benchmarks.regimes import Device, Regime, regimes_for
+from benchmarks.report import Result, describe_host, to_markdown, write_report
+from benchmarks.step import Say, time_regime
+from forge.config.checks import integer, optional
+from forge.config.flags import parse
+from forge.errors import ForgeError, RunError
+
+
+@frozen
+class Options:
+    """forge's training step against transformers' LlamaForCausalLM in a plain training loop, in one run."""
+
+    SECTION: ClassVar[str] = ""
+
+    regime: Literal["all", "large-vocabulary", "compute-bound", "overhead-bound"] = "all"
+    """What to time."""
+    repeats: int | None = field(default=None, validator=optional(integer(least=1)))
+    """Turns of each side; unset = the regime's own number."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto = the first CUDA device, else the CPU."""
+    out: str = str(Path(__file__).parent / "results")
+    """Folder for <host kind>.md, .json and .png; a single regime's files carry its name too."""
+    profile: bool = False
+    """Print the operators of one forge step by their own time, and time nothing."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run as the flags say; the exit status is 0, or 2 for a mistake of the user's."""
+    try:
+        options = parse(Options, argv, prog="python -m benchmarks")
+        device = _device(options.device)
+        chosen = [r for r in regimes_for(device) if options.regime in ("all", r.name.replace(" ", "-"))]
+        if options.profile:
+            for regime in chosen:
+                print(f"one forge step, {regime.name}:\n{profile_step(regime, device)}")
+            return 0
+        name = "" if options.regime == "all" else f".{options.regime}"
+        run(chosen, device, options.repeats, Path(options.out), name)
+    except ForgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def run(regimes: Sequence[Regime], device: Device, repeats: int | None, out: Path, name: str = "") -> list[Result]:
+    """Measure the regimes, print the report and write it.
+
+    Args:
+        repeats: turns of each side; None = the regime's own number.
+        out: folder, made if need be.
+        name: follows the host's kind in the names of the files.
+
+    Raises:
+        RunError: an unwritable folder, or two sides that do not compute the same.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{out}: cannot be made: {error.strerror}; choose another --out") from None
+    host, say = describe_host(device), _progress()
+    results = [_measure(regime, device, repeats or regime.repeats, say) for regime in regimes]
+    print(to_markdown(results, host))
+    for line in write_report(results, host, out, host["kind"] + name):
+        say(line)
+    return results
+
+
+def _measure(regime: Regime, device: Device, repeats: int, say: Say) -> Result:
+    sizes = {}
+    for side in ("transformers", "forge"):
+        say(f"{regime.name}: peak memory of {side}, in a process of its own")
+        sizes[side] = peak_memory(regime, side, device)
+    timings = time_regime(regime, device, repeats, say)
+    return Result(regime, timings, peer_bytes=sizes["transformers"], forge_bytes=sizes["forge"])
+
+
+def _progress() -> Say:
+    """Lines on stderr, each with the seconds since the start."""
+    start = time.perf_counter()
+    return lambda line: print(f"[{time.perf_counter() - start:6.1f} s] {line}", file=sys.stderr, flush=True)
+
+
+def _device(asked: str) -> Device:
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise RunError("--device cuda, but torch finds no CUDA device: use --device cpu")
+    return "cuda" if asked == "cuda" or (asked == "auto" and torch.cuda.is_available()) else "cpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

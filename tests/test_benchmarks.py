@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no installed package
+
+from benchmarks import step
+from benchmarks.__main__ import main, run
+from benchmarks.memory import peak_memory
+from benchmarks.peers import Runner, build_llama, forge_runner, initial_weights, llama_weights, peer_runner
+from benchmarks.profiling import profile_step
+from benchmarks.regimes import Regime, job_config, regimes_for
+from benchmarks.report import Result, to_markdown, verdicts, write_report
+from benchmarks.step import Timings, alternate, check_agreement
+from forge.errors import RunError
+
+MINUSCULE = Regime("minuscule", 61, 32, 2, 2, 8, 2, 2, 2, speed_target=1.0, memory_target=1.0, gemm_target=0.5)
+HOST = {"kind": "cpu-0-cores", "device": "none"}
+
+
+def _result() -> Result:
+    """forge 2x as fast at the median, in half the memory."""
+    timings = Timings((3.0, 2.0, 4.0), (1.0, 2.0, 1.5), (1e9, 1e9, 1e9), (4.2, 4.2))
+    return Result(MINUSCULE, timings, peer_bytes=4 * 2**20, forge_bytes=2 * 2**20)
+
+
+def _rows(markdown: str, first_heading: str) -> list[list[str]]:
+    """Cells of the table whose first two headings begin so."""
+    lines = markdown.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(first_heading))
+    rows = []
+    for line in lines[at:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_every_regime_is_a_config_that_forge_accepts():
+    for device in ("cpu", "cuda"):
+        for regime in regimes_for(device):
+            config = job_config(regime, device, "fp32")
+            assert config.accumulation_steps() == 1
+            assert config.train.grad_clip_norm == 1.0
+
+
+def test_the_ratio_is_that_of_medians_and_the_pairs_are_those_of_one_round():
+    result = _result()
+    assert result.speed_ratio == pytest.approx(3.0 / 1.5)
+    assert result.paired_ratios == pytest.approx([3.0, 1.0, 4.0 / 1.5])
+    assert result.forge_tokens_per_sec == pytest.approx(2 * 8 / 1.5)
+    assert result.gemm_share(100.0) == pytest.approx(100.0 * result.flops_per_token / 1e9)
+
+
+def test_every_target_is_stated_as_met_or_not_met():
+    speed, memory, gemm = verdicts(_result())
+    assert (speed.met, memory.met, gemm.met) == (True, True, False)
+    rows = _rows(to_markdown([_result()], HOST), "| regime | target")
+    assert [row[3] for row in rows[2:]] == ["met", "met", "**not met**"]
+
+
+def test_every_row_of_every_table_has_as_many_cells_as_its_head():
+    markdown = to_markdown([_result()], HOST)
+    for heading in ("| regime | forge tokens/s", "| regime | target", "| regime | vocabulary"):
+        rows = _rows(markdown, heading)
+        assert len(rows) > 2
+        assert {len(row) for row in rows} == {len(rows[0])}
+
+
+def test_without_matplotlib_the_plot_is_skipped_with_a_note(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    notes = write_report([_result()], HOST, tmp_path, "cpu")
+    assert "matplotlib is not installed" in notes[-1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cpu.json", "cpu.md"]
+
+
+def test_the_sides_take_turns_in_one_order_after_a_warm_up_each():
+    taken: list[str] = []
+    turns = {name: (lambda name=name: taken.append(name)) for name in ("peer", "forge", "gemm")}
+    seconds = alternate(turns, 3, "cpu", lambda line: None)
+    assert taken == ["peer", "forge", "gemm"] * 4
+    assert {name: len(times) for name, times in seconds.items()} == {"peer": 3, "forge": 3, "gemm": 3}
+
+
+@pytest.mark.parametrize("theirs", [4.2 * (1 + 2e-4), float("nan")])
+def test_sides_whose_losses_differ_are_not_timed(theirs):
+    peer, forge = (Runner(name, lambda loss=loss: torch.tensor(loss)) for name, loss in (("p", theirs), ("f", 4.2)))
+    with pytest.raises(RunError, match=r"minuscule: at update 1 .* nothing was timed"):
+        check_agreement("minuscule", peer, forge)
+
+
+def test_a_difference_that_only_an_update_shows_is_found():
+    losses = iter([4.2, 4.0])
+    peer = Runner("p", lambda: torch.tensor(next(losses)))
+    with pytest.raises(RunError, match="at update 2"):
+        check_agreement("minuscule", peer, Runner("f", lambda: torch.tensor(4.2)))
+
+
+def test_a_flag_that_cannot_work_is_one_line_and_status_2(capsys):
+    assert main(["--repeats", "0"]) == 2
+    assert main(["--regime", "foo"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("error: ") for line in lines)
+
+
+def test_the_profile_names_the_matrix_products_of_a_forge_step():
+    assert "aten::mm" in profile_step(MINUSCULE, "cpu")
+
+
+def test_without_transformers_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(RunError, match="pip install"):
+        peer_runner(MINUSCULE, "cpu", "fp32")
+
+
+def test_llama_with_forge_weights_gives_the_logits_of_forge():
+    pytest.importorskip("transformers")
+    from torch.func import functional_call
+
+    from forge.model import build_model
+
+    config, weights = job_config(MINUSCULE, "cpu", "fp32"), initial_weights(MINUSCULE)
+    weights = {name: 10 * weight for name, weight in weights.items()}  # so that attention is far from uniform
+    llama = build_llama(config.model)
+    llama.load_state_dict(llama_weights(weights))
+    ids = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours = functional_call(build_model(config.model), weights, (ids,))
+        torch.testing.assert_close(llama(ids).logits, ours, rtol=1e-4, atol=1e-4)
+
+
+def test_both_sides_follow_the_same_losses_over_ten_updates(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(step, "AGREEMENT_STEPS", 10)
+    weights = initial_weights(MINUSCULE)
+    losses = check_agreement(
+        "minuscule", peer_runner(MINUSCULE, "cpu", "fp32", weights), forge_runner(MINUSCULE, "cpu", "fp32")
+    )
+    assert losses[-1][1] < losses[1][1]
+
+
+@pytest.mark.slow
+def test_a_whole_run_writes_table_numbers_and_plot(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    (result,) = run([MINUSCULE], "cpu", None, tmp_path / "new")
+    names = {path.suffix: path for path in (tmp_path / "new").iterdir()}
+    assert set(names) == {".md", ".json", ".png"}
+    printed = capsys.readouterr()
+    rows = _rows(names[".md"].read_text(), "| regime | forge tokens/s")
+    assert rows[2][0] == "minuscule"
+    assert names[".md"].read_text() in printed.out
+    assert "round 2 of 2" in printed.err
+    (found,) = json.loads(names[".json"].read_text())["results"]
+    assert len(found["timings"]["forge_seconds"]) == len(found["timings"]["peer_seconds"]) == MINUSCULE.repeats
+    assert min(found["timings"]["forge_seconds"]) > 0
+    assert found["speed_ratio"] == pytest.approx(result.speed_ratio)
+    assert found["flops_per_token"] == result.flops_per_token > 0
+
+
+@pytest.mark.slow
+def test_peak_memory_grows_by_at_least_what_more_parameters_and_moments_take():
+    small, large = (evolve(MINUSCULE, vocab_size=v, dim=64) for v in (64, 64 + 2**17))
+    grown = peak_memory(large, "forge", "cpu") - peak_memory(small, "forge", "cpu")
+    weights = 2 * 2**17 * 64 * 4  # embedding and head in fp32
+    assert grown > 4 * weights  # the weights, their gradient and two moments
+    assert grown < 7 * weights
+
+
+@pytest.mark.slow
+def test_a_side_that_fails_in_its_process_is_one_line():
+    with pytest.raises(RunError, match=r"minuscule: the memory of forge could not be measured: .*n_heads"):
+        peak_memory(evolve(MINUSCULE, dim=33), "forge", "cpu")
