@@ -127,6 +127,14 @@ def tree_norm(tree: PyTree) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
+def foreach_norm(tree: PyTree) -> Tensor:
+    """`tree_norm` by one call for all leaves: faster, but not under `torch.func.vmap`."""
+    leaves = tree_leaves(tree)
+    if not leaves:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(leaves, 2, dtype=torch.float32)))
+
+
 def tree_stack(trees: Sequence[PyTree]) -> PyTree:
     """K trees of one structure -> one tree with a leading dimension K, the form that `torch.func.vmap` maps over."""
     return tree_map(lambda *leaves: torch.stack(leaves), *trees)

@@ -10,6 +10,7 @@ from forge.data.batches import (
     eval_batches,
     n_samples,
     open_dataset,
+    share_of,
 )
 from forge.data.documents import find_documents
 from forge.data.manifest import FileEntry, Manifest, read_manifest
@@ -23,5 +24,5 @@ __all__ = [
     "IGNORE", "Batch", "ByteTokenizer", "EvalBatches", "FileEntry", "JsonTokenizer", "Manifest", "Shard",
     "TokenDataset", "Tokenizer", "build_batch_at", "build_tokenizer", "check_vocab", "document_ids", "eval_batches",
     "find_documents", "n_samples", "open_dataset", "open_raw", "open_shard", "permuted", "permuted_array", "prefetch",
-    "prepare", "prepared", "read_manifest", "write_shard",
+    "prepare", "prepared", "read_manifest", "share_of", "write_shard",
 ]  # fmt: skip

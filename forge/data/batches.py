@@ -19,6 +19,7 @@ from forge.data.manifest import Split, read_manifest
 from forge.data.order import permuted_array
 from forge.data.shard import Shard, open_shard
 from forge.errors import ConfigError, DataError
+from forge.pytree import tree_map
 
 
 @frozen
@@ -193,6 +194,19 @@ def eval_batches(
     wanted = min(samples, batches * batch_size)
     index = np.arange(wanted) * samples // wanted
     return EvalBatches(dataset, index, seq_len, batch_size, isolate_documents)
+
+
+def share_of(batch: Batch, rank: int, ranks: int) -> Batch:
+    """This rank's sequences of a batch that every rank has, as many as any other's.
+
+    Where they do not divide evenly, the last ones are repeated without a target: they add nothing.
+    """
+    rows = batch.labels.shape[1]
+    each = -(-rows // ranks)
+    place = torch.arange(rank * each, (rank + 1) * each)
+    share = tree_map(lambda x: x[:, place.clamp(max=rows - 1)], batch)
+    share.labels[:, place >= rows] = IGNORE
+    return share
 
 
 def _require_samples(dataset: TokenDataset, seq_len: int, key: str) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from forge.distributed.mesh import Mesh
+from forge.distributed.shards import local_part
 from forge.model import Transformer
 from forge.model.moe import MoE
 
@@ -22,15 +26,25 @@ def apply_fsdp(model: Transformer, mesh: Mesh, *, compute_dtype: torch.dtype, pa
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
+    placement = partial(_placement, mesh.fsdp.size(-1))
     for block in model.blocks.children():
         mlp = getattr(block, "mlp", None)
         if isinstance(mlp, MoE) and mesh.size("ep") > 1:
-            fully_shard(mlp.experts, mesh=mesh.fsdp_experts, mp_policy=policy)
-        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy)
+            of_experts = partial(_placement, mesh.fsdp_experts.size(-1))
+            fully_shard(mlp.experts, mesh=mesh.fsdp_experts, mp_policy=policy, shard_placement_fn=of_experts)
+        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, shard_placement_fn=placement)
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Cut expert weights (E, in, out) within the experts where there are fewer of them than ranks; else as always."""
+    shape = local_part(parameter.detach()).shape
+    if len(shape) < 3 or shape[0] >= ranks:
+        return None
+    return next((Shard(dim) for dim in (1, 2) if shape[dim] % ranks == 0), None)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

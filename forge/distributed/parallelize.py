@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forge.config import JobConfig
-from forge.distributed.fsdp import apply_fsdp
+from forge.distributed.context_parallel import apply_context_parallel
+from forge.distributed.expert_parallel import apply_expert_parallel
+from forge.distributed.fsdp import apply_fsdp, fsdp_modules
 from forge.distributed.mesh import Mesh
+from forge.distributed.pipeline import Stages, build_stages
 from forge.distributed.shards import local_part, shard_of
+from forge.distributed.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from forge.model import Transformer
 from forge.model.init import init_tensor
 from forge.model.recompute import apply_activation_checkpointing, compile_blocks
@@ -17,7 +21,13 @@ from forge.model.recompute import apply_activation_checkpointing, compile_blocks
 def parallelize(
     model: Transformer, config: JobConfig, mesh: Mesh | None, *, compute_dtype: torch.dtype, param_dtype: torch.dtype
 ) -> None:
-    """TP, EP, activation checkpointing, compilation, FSDP2, in this order, in place; without a mesh the local ones."""
+    """CP, EP, TP, activation checkpointing, compilation, FSDP2, in this order, in place; without a mesh the local ones."""
+    if mesh is not None:
+        apply_context_parallel(model, config.train.seq_len, mesh)
+        apply_expert_parallel(model, mesh)
+        if mesh.size("tp") > 1:
+            check_tensor_parallel(config, mesh.size("tp"))
+            apply_tensor_parallel(model, mesh)
     if config.train.activation_checkpointing != "none":
         apply_activation_checkpointing(model)
     if config.train.compile:
@@ -27,7 +37,29 @@ def parallelize(
         apply_fsdp(model, mesh, compute_dtype=compute_dtype, param_dtype=param_dtype)
 
 
-def materialize(model: Transformer, config: JobConfig, device: torch.device) -> dict[str, Tensor]:
+def parallelize_stages(
+    model: Transformer, config: JobConfig, mesh: Mesh, *, compute_dtype: torch.dtype, param_dtype: torch.dtype
+) -> Stages:
+    """Cut the model into pipeline stages, and `parallelize` those of this rank.
+
+    Between the micro-batches of an update a stage keeps its parameters gathered and its gradients unreduced: schedules
+    that split the backward pass need the parameters that the forward pass had.
+    """
+    stages = build_stages(model, config, mesh)
+    for stage in stages.transformers:
+        parallelize(stage, config, mesh, compute_dtype=compute_dtype, param_dtype=param_dtype)
+    for module in fsdp_modules(stages):
+        module.set_reshard_after_forward(False, recurse=False)
+    return stages
+
+
+def allocate(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Give this rank's parts storage, with whatever it holds; by name, sharing the module's storage."""
+    model.to_empty(device=device)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def materialize(model: nn.Module, config: JobConfig, device: torch.device) -> dict[str, Tensor]:
     """Allocate and initialise this rank's parts: the initial weights of one process, cut.
 
     One parameter exists in full at a time, on the CPU.
@@ -35,8 +67,7 @@ def materialize(model: Transformer, config: JobConfig, device: torch.device) -> 
     Returns:
         The module's own parameters by fully-qualified name; they share its storage.
     """
-    model.to_empty(device=device)
-    params = {name: p.detach() for name, p in model.named_parameters()}
+    params = allocate(model, device)
     for name, p in params.items():
         whole = init_tensor(name, p.shape, config.model, config.train.seed)
         local_part(p).copy_(shard_of(whole, p))

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge.pytree import PyTree, tree_leaves, tree_map
@@ -32,6 +31,11 @@ def tree_local(tree: PyTree) -> PyTree:
     return tree_map(local_part, tree)
 
 
+def tree_whole(tree: PyTree) -> PyTree:
+    """Every leaf in full, on every rank; all ranks must call it together."""
+    return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree)
+
+
 def as_sharded(local: Tensor, like: Tensor) -> Tensor:
     """A tensor whose part on this rank is `local`, laid out over the ranks as `like` is."""
     if not isinstance(like, DTensor):
@@ -47,9 +51,23 @@ def tree_sharded(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def local_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Where in the whole tensor this rank's part lies."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+    """Where in the whole tensor this rank's part lies.
+
+    A `_StridedShard` cuts what the mesh dims to its right left over; torch's own offsets differ from what FSDP2 does
+    where TP cuts unevenly.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the tensor's mesh"
+    placed = list(zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True))
+    later = [cut for cut in reversed(placed) if isinstance(cut[0], _StridedShard)]
+    starts, lengths = [0] * tensor.dim(), list(tensor.shape)
+    for placement, place, count in [cut for cut in placed if not isinstance(cut[0], _StridedShard)] + later:
+        if isinstance(placement, _CUTS):
+            length = lengths[placement.dim]
+            begin, end = (min(length, index * -(-length // count)) for index in (place, place + 1))
+            starts[placement.dim] += begin
+            lengths[placement.dim] = end - begin
+    return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
 
 
 def shard_of(whole: Tensor, like: Tensor) -> Tensor:

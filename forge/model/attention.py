@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from forge.config import ModelConfig
 from forge.model.norm import RMSNorm
 from forge.model.rope import RotaryTable, apply_rope
+from forge.model.sequence import SequenceCut
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys and values of the tokens seen so far, each (B, kv_heads, S, head_width)."""
@@ -25,25 +26,30 @@ _BACKENDS = {
 
 
 def attention_mask(
-    config: ModelConfig, queries: int, past: int, doc_ids: Tensor | None, device: torch.device
+    config: ModelConfig, positions: Tensor, past: int, doc_ids: Tensor | None, cut: SequenceCut | None = None
 ) -> Tensor | None:
-    """Which keys each query may see, bool (1 or B, 1, queries, past + queries); None = plain causal over one square.
+    """Which keys each query may see, bool (1 or B, 1, queries, keys); None = plain causal over one square.
+
+    The keys are those of the cache and of the queries' own tokens, or of the whole sequence where it is cut.
 
     Args:
-        queries: tokens that ask, at positions past .. past + queries - 1.
+        positions: of the queries in the sequence, int64 (queries,).
         past: tokens in the cache before them.
-        doc_ids: int64 (B, queries); only with an empty cache.
+        doc_ids: of the queries, int64 (B, queries); only with an empty cache.
+        cut: how the sequence lies over ranks; only with an empty cache.
     """
-    if doc_ids is None and past == 0 and (config.sliding_window or queries) >= queries:
+    queries = positions.shape[0]
+    if cut is None and doc_ids is None and past == 0 and (config.sliding_window or queries) >= queries:
         return None
-    query_at = torch.arange(past, past + queries, device=device).unsqueeze(1)
-    key_at = torch.arange(past + queries, device=device)
+    query_at = positions.unsqueeze(1)
+    key_at = torch.arange(past + queries if cut is None else cut.whole_length(queries), device=positions.device)
     mask = key_at <= query_at
     if config.sliding_window is not None:
         mask = mask & (key_at > query_at - config.sliding_window)
     mask = mask[None, None]
     if doc_ids is not None:
-        mask = mask & (doc_ids.unsqueeze(-1) == doc_ids.unsqueeze(-2)).unsqueeze(1)
+        key_ids = doc_ids if cut is None else cut.gather(doc_ids, -1)
+        mask = mask & (doc_ids.unsqueeze(-1) == key_ids.unsqueeze(-2)).unsqueeze(1)
     return mask
 
 
@@ -63,12 +69,17 @@ class Attention(nn.Module):
         self.backend = config.attention_backend
 
     def forward(
-        self, x: Tensor, rotary: RotaryTable | None, mask: Tensor | None, past: KeyValue | None = None
+        self,
+        x: Tensor,
+        rotary: RotaryTable | None,
+        mask: Tensor | None,
+        past: KeyValue | None = None,
+        cut: SequenceCut | None = None,
     ) -> tuple[Tensor, KeyValue | None]:
         """x (B, S, dim) -> (B, S, dim), and the keys and values of past and present tokens where a past is given."""
-        q = self.wq(x).unflatten(-1, (self.heads, self.width)).transpose(1, 2)
-        k = self.wk(x).unflatten(-1, (self.kv_heads, self.width)).transpose(1, 2)
-        v = self.wv(x).unflatten(-1, (self.kv_heads, self.width)).transpose(1, 2)
+        q = self.wq(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        k = self.wk(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        v = self.wv(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
@@ -77,10 +88,24 @@ class Attention(nn.Module):
         if past is not None:
             k, v = present = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
         with self._kernel():
-            mixed = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.heads != self.kv_heads
-            )
+            mixed = self._mix(q, k, v, mask) if cut is None else self._mix_chunks(q, k, v, mask, cut)
         return self.wo(mixed.transpose(1, 2).flatten(-2)), present
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.heads != self.kv_heads
+        )
+
+    def _mix_chunks(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cut: SequenceCut) -> Tensor:
+        """Queries of this rank over the keys of all ranks, each chunk over the keys up to its own end only."""
+        assert mask is not None
+        k, v = cut.gather(torch.stack((k, v)), -2)
+        size, parts = k.shape[-2] // cut.total, []
+        rows = zip(cut.chunks, q.split(size, dim=-2), mask.split(size, dim=-2), strict=True)
+        for chunk, part, visible in rows:
+            end = (chunk + 1) * size
+            parts.append(self._mix(part, k[..., :end, :], v[..., :end, :], visible[..., :end]))
+        return torch.cat(parts, dim=-2)
 
     def _kernel(self) -> AbstractContextManager[None]:
         return nullcontext() if self.backend == "auto" else sdpa_kernel(_BACKENDS[self.backend])

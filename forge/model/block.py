@@ -12,6 +12,7 @@ from forge.model.mlp import MLP
 from forge.model.moe import MoE, RouterStats
 from forge.model.norm import build_norm
 from forge.model.rope import RotaryTable
+from forge.model.sequence import SequenceCut
 
 
 class BlockOutput(NamedTuple):
@@ -38,11 +39,12 @@ class Block(nn.Module):
         mask: Tensor | None,
         past: KeyValue | None = None,
         router_bias: Tensor | None = None,
+        cut: SequenceCut | None = None,
     ) -> tuple[Tensor, BlockOutput]:
         """x (B, S, dim) -> (B, S, dim) and the rest."""
-        mixed, cache = self.attn(self.attn_norm(x), rotary, mask, past)
+        mixed, cache = self.attn(self.attn_norm(x), rotary, mask, past, cut)
         x = x + mixed
         if isinstance(self.mlp, MoE):
-            mixed, router = self.mlp(self.mlp_norm(x), router_bias)
+            mixed, router = self.mlp(self.mlp_norm(x), router_bias, cut)
             return x + mixed, BlockOutput(cache, router)
         return x + self.mlp(self.mlp_norm(x)), BlockOutput(cache, None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 
 from forge.config import ModelConfig
 from forge.model.mlp import ACTIVATIONS, MLP
+from forge.model.sequence import SequenceCut
 
 
 class RouterStats(NamedTuple):
@@ -24,6 +27,7 @@ class RouterStats(NamedTuple):
 class Routing(NamedTuple):
     """Where T tokens go."""
 
+    everywhere: Tensor  # int64 (T', k): experts of all tokens of the micro-batch, those of other ranks included
     experts: Tensor  # int64 (T, k)
     weights: Tensor  # fp32 (T, k), summing to 1 over k
     stats: RouterStats
@@ -42,7 +46,12 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.moe.n_experts, config.dim, device="meta"))
         self.config = config.moe
 
-    def forward(self, x: Tensor, bias: Tensor | None) -> Routing:  # x (T, dim), bias (E,)
+    def forward(self, x: Tensor, bias: Tensor | None, everywhere: Callable[[Tensor], Tensor] | None = None) -> Routing:
+        """x (T, dim), bias (E,).
+
+        Args:
+            everywhere: experts (T, k) of the tokens here -> (T', k) of the whole micro-batch, where it is cut.
+        """
         logits = F.linear(x.float(), self.weight.float())
         if self.config.router == "softmax":
             scores = logits.softmax(dim=-1)
@@ -55,13 +64,17 @@ class Router(nn.Module):
             shares = scores / scores.sum(dim=-1, keepdim=True)
         weights = scores.gather(-1, experts)
         weights = weights / weights.sum(dim=-1, keepdim=True)
-        counts = torch.zeros_like(logits[0], dtype=torch.int64)
-        counts = counts.scatter_add(0, experts.flatten(), torch.ones_like(experts).flatten())
-        loss = self._losses(logits, shares, counts)
-        return Routing(experts, weights, RouterStats(loss, counts, torch.zeros_like(counts.sum())))
+        counts = assignments(experts, self.config.n_experts)
+        chosen = experts if everywhere is None else everywhere(experts)
+        of_all = counts if everywhere is None else assignments(chosen, self.config.n_experts)
+        loss = self._losses(logits, shares, of_all)
+        return Routing(chosen, experts, weights, RouterStats(loss, counts, torch.zeros_like(counts.sum())))
 
     def _losses(self, logits: Tensor, shares: Tensor, counts: Tensor) -> Tensor:
-        """Switch balance loss (1 when balanced) and ST-MoE z-loss, each with its weight."""
+        """Switch balance loss (1 when balanced) and ST-MoE z-loss, each with its weight.
+
+        With the counts of the whole micro-batch, the mean over the ranks that it is cut over is the loss of the whole.
+        """
         loss = logits.new_zeros(())
         if self.config.balance_weight:
             fractions = counts / counts.sum()
@@ -69,6 +82,11 @@ class Router(nn.Module):
         if self.config.router_z_loss_weight:
             loss = loss + self.config.router_z_loss_weight * logits.logsumexp(dim=-1).square().mean()
         return loss
+
+
+def assignments(experts: Tensor, count: int) -> Tensor:
+    """How often each of `count` experts is chosen in experts (T, k), int64 (count,)."""
+    return experts.new_zeros(count).scatter_add(0, experts.flatten(), torch.ones_like(experts).flatten())
 
 
 class Experts(nn.Module):
@@ -86,12 +104,21 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x (N, dim), the tokens of expert e being rows ends[e-1]..ends[e] (int32 (E,)) -> (N, dim)."""
-        up = F.grouped_mm(x, self.w_up, offs=ends)
-        if self.w_gate is None:
-            hidden = self.activation(up)
-        else:
-            hidden = self.activation(F.grouped_mm(x, self.w_gate, offs=ends)) * up
-        return F.grouped_mm(hidden, self.w_down, offs=ends)
+        return grouped_mlps(x, ends, self.w_gate, self.w_up, self.w_down, self.activation)
+
+
+def grouped_mlps(
+    x: Tensor,
+    ends: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """MLP e, of weights (E, dim, hidden) and (E, hidden, dim), over rows ends[e-1]..ends[e] of x (N, dim)."""
+    up = F.grouped_mm(x, w_up, offs=ends)
+    hidden = activation(up) if w_gate is None else activation(F.grouped_mm(x, w_gate, offs=ends)) * up
+    return F.grouped_mm(hidden, w_down, offs=ends)
 
 
 class MoE(nn.Module):
@@ -105,16 +132,22 @@ class MoE(nn.Module):
         self.shared = MLP(config, shared * config.expert_width) if shared else None
         self.capacity_factor = config.moe.capacity_factor
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, RouterStats]:
+    def forward(
+        self, x: Tensor, bias: Tensor | None = None, cut: SequenceCut | None = None
+    ) -> tuple[Tensor, RouterStats]:
         """x (B, S, dim) -> (B, S, dim) and what the router did."""
         tokens = x.flatten(0, -2)
-        experts, weights, stats = self.router(tokens, bias)
+
+        everywhere = None if cut is None else partial(self._everywhere, x.shape[:-1], cut)
+        chosen, experts, weights, stats = self.router(tokens, bias, everywhere)
+        if self.capacity_factor is not None:
+            kept = self._within_capacity(chosen, self.capacity_factor).view(*x.shape[:-2], -1, experts.shape[1])
+            kept = (kept if cut is None else cut.take(kept, -2)).view_as(experts)
+            weights = weights.where(kept, 0.0)
+            stats = stats._replace(dropped=(~kept).sum())
         order = experts.flatten().argsort(stable=True)  # by expert, earliest token first
         ends = stats.counts.cumsum(0)
         weights = weights.flatten()[order]
-        if self.capacity_factor is not None:
-            weights, dropped = self._drop(weights, experts.flatten()[order], ends, stats.counts)
-            stats = stats._replace(dropped=dropped)
         source = order // experts.shape[1]
         out = self.experts(tokens[source], ends.to(torch.int32))
         mixed = torch.zeros_like(tokens).index_add(0, source, out * weights.unsqueeze(-1).to(out.dtype))
@@ -122,13 +155,24 @@ class MoE(nn.Module):
             mixed = mixed + self.shared(tokens)
         return mixed.view_as(x), stats
 
-    def _drop(self, weights: Tensor, experts: Tensor, ends: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Zero the weights of assignments beyond ceil(T k / E * factor) an expert, over all k slots together."""
-        assert self.capacity_factor is not None
-        capacity = math.ceil(experts.numel() / counts.numel() * self.capacity_factor)
-        place = torch.arange(experts.numel(), device=experts.device) - (ends - counts)[experts]
-        kept = place < capacity
-        return weights.where(kept, 0.0), (~kept).sum()
+    @staticmethod
+    def _everywhere(shape: torch.Size, cut: SequenceCut, experts: Tensor) -> Tensor:
+        """Experts (T, k) of the tokens here, of shape (B, S) -> those of the whole sequences, in order."""
+        return cut.gather(experts.view(*shape, -1), -2).flatten(0, -2)
+
+    def _within_capacity(self, experts: Tensor, factor: float) -> Tensor:
+        """Which of the assignments (T, k) are among the first ceil(T k / E * factor) of their expert, bool (T, k).
+
+        All k slots count together, the earliest token first.
+        """
+        flat, count = experts.flatten(), self.router.config.n_experts
+        capacity = math.ceil(flat.numel() / count * factor)
+        order = flat.argsort(stable=True)
+        by_expert = flat[order]
+        counts = assignments(experts, count)
+        first = counts.cumsum(0) - counts
+        place = torch.arange(flat.numel(), device=flat.device) - first[by_expert]
+        return torch.zeros_like(flat, dtype=torch.bool).scatter(0, order, place < capacity).view_as(experts)
 
 
 def balanced_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:

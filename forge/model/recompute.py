@@ -14,11 +14,11 @@ def apply_activation_checkpointing(model: Transformer) -> None:
 
     The model has no randomness in its forward pass, so no RNG state is kept either.
     """
-    for block in model.blocks:
+    for block in model.blocks.children():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def compile_blocks(model: Transformer) -> None:
     """torch.compile each block in place; blocks of one shape share the compiled code. After checkpointing."""
-    for block in model.blocks:
+    for block in model.blocks.children():
         block.compile()

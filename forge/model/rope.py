@@ -10,7 +10,7 @@ from torch import Tensor
 from forge.config import ModelConfig
 
 RotaryTable = tuple[Tensor, Tensor]
-"""cos and sin, fp32 (S, head_width / 2), or (B, 1, S, head_width / 2) where sequences differ."""
+"""cos and signed sin, fp32 (S, head_width), or (B, 1, S, head_width) where sequences differ; see `apply_rope`."""
 
 
 def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
@@ -31,11 +31,12 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
 
 
 def rotary_table(positions: Tensor, config: ModelConfig) -> RotaryTable:
-    """cos and sin of the angles at int64 positions (S,) or (B, S)."""
+    """cos of the angles, twice, and (-sin, sin), at int64 positions (S,) or (B, S)."""
     angles = positions.to(torch.float32).unsqueeze(-1) * rope_frequencies(config, positions.device)
     if positions.dim() == 2:
         angles = angles.unsqueeze(1)  # one head dimension to broadcast over
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def apply_rope(x: Tensor, table: RotaryTable) -> Tensor:
@@ -45,6 +46,5 @@ def apply_rope(x: Tensor, table: RotaryTable) -> Tensor:
         x: (B, heads, S, d) in any float dtype; the result has the same.
         table: from `rotary_table`.
     """
-    cos, sin = (part.to(x.dtype) for part in table)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    cos, signed_sin = (part.to(x.dtype) for part in table)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)  # (-x[i+d/2], x[i]) sin

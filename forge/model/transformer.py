@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from forge.config import ModelConfig
@@ -14,6 +13,7 @@ from forge.model.block import Block, BlockOutput
 from forge.model.head import head_logits
 from forge.model.norm import build_norm
 from forge.model.rope import rotary_table
+from forge.model.sequence import SequenceCut, token_positions
 
 OutputFn = Callable[[Tensor, Tensor, list[BlockOutput]], Any]
 """(hidden (B, S, dim), head weight (V, dim), what the blocks left) -> the result of the forward pass."""
@@ -25,13 +25,15 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.dim, device="meta")
+        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim, device="meta")
         learned = config.position == "learned"
         self.position_embed = nn.Embedding(config.max_seq_len, config.dim, device="meta") if learned else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
-        self.norm = build_norm(config)
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.n_layers)})
+        self.norm: nn.Module | None = build_norm(config)
         tied = config.tied_embeddings
         self.head = None if tied else nn.Linear(config.dim, config.vocab_size, bias=False, device="meta")
+        self.cut: SequenceCut | None = None
+        """How sequences lie over ranks, where context parallelism cuts them; set from outside."""
 
     def forward(
         self,
@@ -41,6 +43,7 @@ class Transformer(nn.Module):
         output: OutputFn | None = None,
         past: Sequence[KeyValue] | None = None,
         router_bias: Mapping[str, Tensor] | None = None,
+        hidden: Tensor | None = None,
     ) -> Any:
         """Run the model and hand its last hidden states to `output`.
 
@@ -53,27 +56,37 @@ class Transformer(nn.Module):
             output: makes the result; without it fp32 logits (B, S, V).
             past: keys and values of the tokens before, one pair a block (empty ones to start a cache).
             router_bias: balancing bias (E,) by block index, for sigmoid routers.
+            hidden: (B, S, dim) from the pipeline stage before, on a stage that does not embed `input_ids`. A stage
+                before the last hands `output` the hidden states of its last block, and no row of the head.
         """
         seen = past[0][0].shape[2] if past else 0
-        x = self.embed(input_ids)
         rotary = None
-        positions = torch.arange(seen, seen + input_ids.shape[-1], device=input_ids.device)
-        if self.position_embed is not None:
-            x = x + self.position_embed(positions)
-        else:
+        cut = self.cut if past is None else None  # with a cache every rank has whole sequences
+        positions = token_positions(input_ids.shape[-1], seen, cut, input_ids.device)
+        x = self._embedded(input_ids, positions) if hidden is None else hidden
+        if self.config.position == "rope":
             rotary = rotary_table(positions, self.config)
-        mask = attention_mask(self.config, input_ids.shape[-1], seen, doc_ids, input_ids.device)
+        mask = attention_mask(self.config, positions, seen, doc_ids, cut)
         left: list[BlockOutput] = []
         biases = router_bias or {}
-        for index, block in enumerate(self.blocks):
-            x, rest = block(x, rotary, mask, past[index] if past else None, biases.get(str(index)))
+        for layer, block in self.blocks.items():
+            x, rest = block(x, rotary, mask, past[int(layer)] if past else None, biases.get(layer), cut)
             left.append(rest)
+        if self.norm is None:
+            return (output or self.logits)(x, x.new_empty(0, x.shape[-1]), left)
         return (output or self.logits)(self.norm(x), self.head_weight, left)
+
+    def _embedded(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        assert self.embed is not None, "a later pipeline stage is given hidden states"
+        x: Tensor = self.embed(input_ids)
+        return x if self.position_embed is None else x + self.position_embed(positions)
 
     @property
     def head_weight(self) -> Tensor:
         """(V, dim): the head's, or the embedding where they are tied."""
-        return self.embed.weight if self.head is None else self.head.weight
+        holder = self.embed if self.head is None else self.head
+        assert holder is not None, "this pipeline stage has no head"
+        return holder.weight
 
     def logits(self, hidden: Tensor, head_weight: Tensor, _: list[BlockOutput]) -> Tensor:
         """fp32 logits (B, S, V), the default output."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import (
+    AsyncSaver,
     check_resumable,
     latest_sound,
     list_checkpoints,
@@ -18,19 +20,20 @@ from forge.checkpoint import (
     save_checkpoint,
 )
 from forge.config import JobConfig, load_config, save_config
-from forge.data import prefetch
+from forge.data import prefetch, prepared, share_of
 from forge.errors import CheckpointError, RunError, Stopped
-from forge.logging import get_logger
-from forge.metrics import MetricsTracker
+from forge.logging import get_logger, process_rank
+from forge.metrics import MetricsTracker, count_parameters
 from forge.resilience import catch_signals, lock_run
 from forge.training.data_pipeline import DataPipeline, build_data_pipeline
 from forge.training.eval import run_eval
 from forge.training.hooks import Hook, HookRunner
 from forge.training.loop import Loop, run_loop
-from forge.training.parts import Parts, build_parts, initial_state, step_for, template_state
+from forge.training.optimizer import eval_params
+from forge.training.parts import Parts, adopt, build_parts, initial_state, step_for, template_state, whole_params
 from forge.training.profiling import profile_window
-from forge.training.progress import Progress, counting_progress, training_progress
-from forge.training.runtime import Runtime, build_runtime, deterministic_kernels
+from forge.training.progress import SILENT, Progress, counting_progress, training_progress
+from forge.training.runtime import Runtime, deterministic_kernels, open_runtime
 from forge.training.samples import sample_text
 from forge.training.state import TrainState
 from forge.training.step import TrainStep
@@ -56,32 +59,35 @@ def run_training(
     """
     runner = HookRunner([hooks] if isinstance(hooks, Hook) else hooks or ())
     run_dir = Path(config.run_dir)
-    runtime = build_runtime(config)
     with ExitStack() as stack:
-        stack.enter_context(lock_run(run_dir))
+        runtime = stack.enter_context(open_runtime(config))
+        if runtime.leads:
+            stack.enter_context(lock_run(run_dir))
         stack.enter_context(deterministic_kernels(config.train.deterministic))
         saved = _find_checkpoint(config, run_dir)
-        with counting_progress("tokenising documents") as report:
-            data = build_data_pipeline(config, progress=report)
+        data = _data(config, runtime)
         parts = build_parts(config, runtime)
         state, notes = _start(config, parts, data, saved)
         done = int(state.step)
         if done >= config.train.steps:
-            print(f"{run_dir}: this run has finished all its {done} steps; --train.steps {2 * done} would go on.")
+            if runtime.leads:
+                print(f"{run_dir}: this run has finished all its {done} steps; --train.steps {2 * done} would go on.")
             return state
-        save_config(config, run_dir / "config.toml")
+        if runtime.leads:
+            save_config(config, run_dir / "config.toml")
         tracker = _tracker(config, runtime, run_dir, done, notes)
         stack.callback(tracker.close)
-        progress = stack.enter_context(training_progress(config.train.steps, done))
+        progress = stack.enter_context(training_progress(config.train.steps, done)) if runtime.leads else SILENT
         _announce(config, parts, data, done, progress)
         batches = stack.enter_context(closing(prefetch(data.batch_at, done, config.train.steps, config.data.prefetch)))
+        saver = stack.enter_context(closing(AsyncSaver())) if config.checkpoint.async_save else None
         loop = Loop(
             config=config,
-            device=runtime.device,
+            runtime=runtime,
             batches=batches,
             step_at=(lambda _, state: (step_fn, state)) if step_fn is not None else step_for(config, parts),
             evaluate=_evaluation(parts, data),
-            save=_saving(config, run_dir, tracker, data),
+            save=_saving(config, run_dir, tracker, data, saver),
             before_step=stack.enter_context(profile_window(config.profiling, run_dir / "profile")),
             tracker=tracker,
             hooks=runner,
@@ -92,16 +98,27 @@ def run_training(
             state = run_loop(state, loop, interruption)
         step = int(state.step)
         runner.on_train_end(step)
-        if step < config.train.steps and interruption.signal is not None:
-            raise Stopped(interruption.signal, f"saved step {step} in {run_dir}; the same command goes on from there")
+        if step < config.train.steps:
+            came = interruption.signal or signal.SIGTERM  # to another rank
+            raise Stopped(came, f"saved step {step} in {run_dir}; the same command goes on from there")
         _farewell(config, parts, data, state, progress)
     return state
+
+
+def _data(config: JobConfig, runtime: Runtime) -> DataPipeline:
+    """Open the data; where it must be tokenised first, one rank does it."""
+    if runtime.leads:
+        with counting_progress("tokenising documents") as report:
+            prepared(config.data, progress=report)
+    runtime.barrier()
+    return build_data_pipeline(config, rank=runtime.data_rank, ranks=runtime.data_ranks)
 
 
 def _find_checkpoint(config: JobConfig, run_dir: Path) -> Path | None:
     """The newest sound checkpoint of the run folder, if it fits the config."""
     root = run_dir / "checkpoints"
-    remove_leftovers(root)
+    if process_rank() == 0:
+        remove_leftovers(root)
     saved = latest_sound(root)
     if saved is None:
         if list_checkpoints(root):
@@ -126,7 +143,7 @@ def _start(
             " --run-dir"
         )
     template = template_state(config, parts, manifest["step"])
-    return load_checkpoint(saved, template, device=parts.runtime.device), manifest["notes"]
+    return adopt(parts, load_checkpoint(saved, template, device=parts.runtime.device)), manifest["notes"]
 
 
 def _tracker(config: JobConfig, runtime: Runtime, run_dir: Path, done: int, notes: dict[str, Any]) -> MetricsTracker:
@@ -145,22 +162,34 @@ def _evaluation(parts: Parts, data: DataPipeline) -> Callable[[TrainState], dict
         return None
 
     def evaluate(state: TrainState) -> dict[str, float]:
-        params = parts.optimizer.eval_params(state.params, state.opt_state)
-        on_device = (batch.to(parts.runtime.device) for batch in batches)
+        params = eval_params(parts.optimizer, state.params, state.opt_state)
+        runtime = parts.runtime
+        on_device = (share_of(batch, runtime.data_rank, runtime.data_ranks).to(runtime.device) for batch in batches)
         return run_eval(parts.eval_step, params, state.extras, on_device, bytes_per_token=data.bytes_per_token)
 
     return evaluate
 
 
 def _saving(
-    config: JobConfig, run_dir: Path, tracker: MetricsTracker, data: DataPipeline
-) -> Callable[[TrainState], Path]:
+    config: JobConfig, run_dir: Path, tracker: MetricsTracker, data: DataPipeline, saver: AsyncSaver | None
+) -> Callable[[TrainState, bool], Path]:
     root = run_dir / "checkpoints"
 
-    def save(state: TrainState) -> Path:
-        notes = {"loss_ema": list(tracker.ema_state()), "data": data.fingerprint}
-        path = save_checkpoint(root, state, config=config, notes=notes)
-        prune_checkpoints(root, config.checkpoint.keep_last_n, config.checkpoint.keep_every)
+    def notes() -> dict[str, Any]:
+        return {"loss_ema": list(tracker.ema_state()), "data": data.fingerprint}
+
+    def prune(_: Path) -> None:
+        if process_rank() == 0:
+            prune_checkpoints(root, config.checkpoint.keep_last_n, config.checkpoint.keep_every)
+
+    def save(state: TrainState, final: bool) -> Path:
+        if saver is None:
+            path = save_checkpoint(root, state, config=config, notes=notes())
+            prune(path)
+            return path
+        path = saver.save(root, state, config=config, notes=notes(), then=prune)
+        if final:
+            saver.wait()
         return path
 
     return save
@@ -168,7 +197,7 @@ def _saving(
 
 def _announce(config: JobConfig, parts: Parts, data: DataPipeline, done: int, progress: Progress) -> None:
     train = config.train
-    size = sum(p.numel() for p in parts.model.parameters()) / 1e6
+    size = count_parameters(config.model).total / 1e6
     epochs = train.steps * train.global_batch_size / data.samples
     progress.note(
         f"{f'resuming at step {done}' if done else 'starting'}: {size:.2f} M parameters, {config.optimizer.name},"
@@ -180,7 +209,7 @@ def _announce(config: JobConfig, parts: Parts, data: DataPipeline, done: int, pr
 def _farewell(config: JobConfig, parts: Parts, data: DataPipeline, state: TrainState, progress: Progress) -> None:
     """A sample of what the model writes, and how to go on."""
     if config.eval.sample_tokens:
-        params = parts.optimizer.eval_params(state.params, state.opt_state)
+        params = whole_params(parts, eval_params(parts.optimizer, state.params, state.opt_state))
         text = sample_text(config, params, state.extras, data.tokenizer)
         progress.note("a sample:\n" + "\n".join("    " + line for line in text.splitlines()))
     run_dir, prompt = config.run_dir, config.eval.sample_prompt

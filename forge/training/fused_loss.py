@@ -32,7 +32,7 @@ class TokenLosses(NamedTuple):
 
     total: Tensor  # fp32 (): sum of the objective, the differentiable one
     ce: Tensor  # fp32 (N,): cross entropy, without smoothing
-    squared_lse: Tensor  # fp32 (N,): logsumexp(logits)^2, the z-loss before its weight
+    squared_lse: Tensor  # fp32 (N,): logsumexp(logits)^2, the z-loss before its weight; zero where that is 0
 
 
 def token_losses(logits: Tensor, labels: Tensor, options: LossOptions) -> TokenLosses:
@@ -165,13 +165,17 @@ def _forward_and_gradient(
         at = labels[rows].where(target, 0).unsqueeze(-1)
         log_probs = torch.log_softmax(logits, dim=-1, out=log_probs_buffer[: states.shape[0]])
         nll = -log_probs.gather(-1, at).squeeze(-1)
-        lse = logits.gather(-1, at).squeeze(-1) + nll
-        ce[rows], squared_lse[rows] = nll.where(target, 0.0), lse.square().where(target, 0.0)
+        ce[rows] = nll.where(target, 0.0)
         loss = ce[rows].sum()
         smooth = options.label_smoothing
+        if smooth or options.z_loss_weight:
+            lse = logits.gather(-1, at).squeeze(-1) + nll
         if smooth:
             loss = (1 - smooth) * loss + smooth * (lse - logits.mean(dim=-1)).where(target, 0.0).sum()
-        total += loss + options.z_loss_weight * squared_lse[rows].sum()
+        if options.z_loss_weight:
+            squared_lse[rows] = lse.square().where(target, 0.0)
+            loss = loss + options.z_loss_weight * squared_lse[rows].sum()
+        total += loss
         if not (wants_hidden or wants_weight):
             continue
         gradient = log_probs.exp_()  # of the total in the logits: p (1 + 2 z lse) - smoothed target
@@ -182,12 +186,12 @@ def _forward_and_gradient(
         gradient.scatter_add_(-1, at, torch.full_like(at, -(1 - smooth), dtype=torch.float32))
         if options.logit_softcap is not None:
             gradient *= 1 - (logits / options.logit_softcap).square()
-        gradient *= target.unsqueeze(-1)
         gradient = gradient.to(head.dtype)
+        target = target.unsqueeze(-1)  # masks the narrow factors: one pass over (rows, vocabulary) less
         if wants_hidden:
-            grad_hidden[rows] = gradient @ head
+            grad_hidden[rows] = torch.where(target, gradient @ head, 0.0)
         if wants_weight:
-            grad_weight = _add_mm(grad_weight, gradient.T, states)
+            grad_weight = _add_mm(grad_weight, gradient.T, torch.where(target, states, 0.0))
     return total, ce, squared_lse, grad_hidden, grad_weight.to(weight.dtype)
 
 

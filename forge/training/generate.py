@@ -98,6 +98,8 @@ def sample(
     """One token a row, int64 (B,), from logits (B, V)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
+    # Relative to the largest: a tiny temperature divides to -inf, never to inf - inf.
+    logits = logits - logits.amax(dim=-1, keepdim=True)
     probabilities = (logits / temperature).softmax(dim=-1)
     ordered, ids = probabilities.sort(dim=-1, descending=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)

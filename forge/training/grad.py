@@ -117,7 +117,7 @@ def _build_objective(model: nn.Module, loss_fn: LossFn, compute_dtype: torch.dty
 
 
 def micro_batches(batch: Batch, extras: PyTree, targets: Tensor, ranks: int = 1) -> list[Micro]:
-    """The micro-batches of this rank's batch, of which `ranks` ranks have as many each."""
+    """The micro-batches of this rank's batch, of which `ranks` ranks have as many each, or parts of as many."""
     count = batch.labels.shape[0]
     return [Micro(batch.micro(index), router_bias(extras), targets, 1 / (count * ranks)) for index in range(count)]
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
+from forge.distributed.context_parallel import shard_sequence
 from forge.distributed.fsdp import fsdp_modules
 from forge.distributed.mesh import Mesh
 from forge.distributed.shards import local_part
@@ -59,9 +60,10 @@ def build_sharded_value_and_grad(
         refuse_transforms(batch)
         check_labels(batch.labels, vocab_size)
         bind(own, params, trainable)
+        batch = shard_sequence(batch, mesh.rank("cp"), mesh.size("cp"))
         targets = count_targets(batch.labels)
         dist.all_reduce(targets, group=mesh.loss.get_group())
-        micros = micro_batches(batch, extras, targets, mesh.data_ranks)
+        micros = micro_batches(batch, extras, targets, mesh.data_ranks * mesh.size("cp"))
         sums: list[LossSums] = []
         for index, micro in enumerate(micros):
             with maybe_no_sync(model, index, len(micros)), torch.enable_grad():
@@ -81,8 +83,9 @@ def build_sharded_eval_step(model: Transformer, loss_fn: LossFn, *, mesh: Mesh, 
     @torch.no_grad()
     def eval_step(params: Params, extras: PyTree, batch: Batch) -> LossSums:
         check_labels(batch.labels, vocab_size)
-        before = {name: local_part(p.detach()).clone() for name, p in own.items() if not _shares(p, params[name])}
+        before = {name: local_part(p.detach()).clone() for name, p in own.items() if not shares(p, params[name])}
         bind(own, params, None)
+        batch = shard_sequence(batch, mesh.rank("cp"), mesh.size("cp"))
         sums = []
         for index in range(batch.labels.shape[0]):
             micro = batch.micro(index)
@@ -100,14 +103,15 @@ def build_sharded_eval_step(model: Transformer, loss_fn: LossFn, *, mesh: Mesh, 
     return eval_step
 
 
-def _shares(parameter: Tensor, given: Tensor) -> bool:
+def shares(parameter: Tensor, given: Tensor) -> bool:
+    """Whether the part here of the one tensor is the storage of the other's."""
     return local_part(parameter.detach()).data_ptr() == local_part(given).data_ptr()
 
 
 def bind(own: Params, params: Params, trainable: Collection[str] | None) -> None:
     """Make the module compute with `params`: shared storage is left, anything else copied in."""
     for name, parameter in own.items():
-        if not _shares(parameter, params[name]):
+        if not shares(parameter, params[name]):
             local_part(parameter.detach()).copy_(local_part(params[name]))
         parameter.requires_grad_(trainable is None or name in trainable)
 

@@ -36,7 +36,7 @@ class Hook:
         """After every evaluation."""
 
     def on_checkpoint_save(self, step: int, path: Path) -> None:
-        """After a checkpoint is complete on disk."""
+        """After a checkpoint is complete on disk; with checkpoint.async_save, after it was begun."""
 
     def on_train_end(self, step: int) -> None:
         """After the last update and its checkpoint, also when a signal ended the run."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import torch
 from attrs import frozen
 
 from forge.config import JobConfig
@@ -16,6 +15,7 @@ from forge.metrics import MetricsTracker, StepMetrics
 from forge.resilience import Interruption, SkipLimit
 from forge.training.hooks import HookRunner
 from forge.training.progress import Progress
+from forge.training.runtime import Runtime
 from forge.training.state import StepResult, TrainState, is_donated
 from forge.training.step import TrainStep
 
@@ -27,11 +27,11 @@ class Loop:
     """What the loop is made of; every part a function or a value, so that a test can put in its own."""
 
     config: JobConfig
-    device: torch.device
+    runtime: Runtime
     batches: Iterator[Batch]  # of the updates that remain, in order
     step_at: Callable[[int, TrainState], tuple[TrainStep, TrainState]]  # the step for update n, and the state for it
     evaluate: Callable[[TrainState], dict[str, float]] | None
-    save: Callable[[TrainState], Path]
+    save: Callable[[TrainState, bool], Path]  # the flag: wait until it is on disk
     before_step: Callable[[int], None]  # profiling
     tracker: MetricsTracker
     hooks: HookRunner
@@ -53,19 +53,22 @@ def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> Train
     step = int(state.step)
     try:
         skips = SkipLimit(loop.config.train.max_consecutive_skips, loop.config.metrics.log_interval)
-        while step < loop.config.train.steps and not interruption:
+        stop = loop.runtime.any_rank(bool(interruption))
+        while step < loop.config.train.steps and not stop:
             loop.before_step(step + 1)
             state, result = _one_step(state, step, loop)
             step += 1
             final = step == loop.config.train.steps
-            _report(step, result, loop, force=final or bool(interruption))
+            _report(step, result, loop, force=final)
             skips.note(result.skipped)
+            stop = loop.runtime.any_rank(bool(interruption))
             if _due(step, loop.config.eval.interval, final):
                 _evaluate(state, step, loop)
-            if final or interruption or _due(step, loop.config.checkpoint.interval, False):
-                save(state, step, final or bool(interruption))
+            if final or stop or _due(step, loop.config.checkpoint.interval, False):
+                save(state, step, final or stop)
     except Exception:
-        if not is_donated(state) and int(state.step) > 0:
+        # Of several ranks only this one may have failed, and saving takes all of them.
+        if loop.runtime.mesh is None and not is_donated(state) and int(state.step) > 0:
             save(state, int(state.step), final=False)
         raise
     return state
@@ -74,7 +77,7 @@ def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> Train
 def _one_step(state: TrainState, step: int, loop: Loop) -> tuple[TrainState, StepResult]:
     loop.tracker.start_step()
     train_step, state = loop.step_at(step, state)
-    return train_step(state, next(loop.batches).to(loop.device))
+    return train_step(state, next(loop.batches).to(loop.runtime.device))
 
 
 def _due(step: int, interval: int, final: bool) -> bool:
@@ -122,7 +125,7 @@ def _save(loop: Loop, state: TrainState, step: int, final: bool) -> bool:
     """Save; a failure in the middle of a run is a warning, at its end an error."""
     with loop.tracker.excluded("checkpoint"):
         try:
-            path = loop.save(state)
+            path = loop.save(state, final)
         except CheckpointError as error:
             if final:
                 raise

@@ -7,18 +7,23 @@ targets divides once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from forge.config import ModelConfig, TrainConfig
 from forge.data.batch import IGNORE
+from forge.distributed.shards import local_part, local_slices
 from forge.errors import DataError
 from forge.model.head import head_logits
 from forge.pytree import register_node
 from forge.training.fused_loss import LossOptions, TokenLosses, fused_losses, token_losses
+from forge.training.vocab_loss import vocab_parallel_losses
 
 
 @register_node
@@ -36,11 +41,16 @@ class LossSums:
     router_counts: dict[str, Tensor] | None = None  # by block index: int64 (E,), assignments to each expert
 
 
+Losses = Callable[[Tensor, Tensor, Tensor, LossOptions, int], TokenLosses]
+"""(hidden (N, dim), head weight (V, dim), labels int64 (N,), options, chunk) -> losses of the positions."""
+
 LossFn = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], LossSums]
 """(hidden (B, S, dim), head weight (V, dim), labels int64 (B, S), source_ids int64 (B,) | None) -> sums."""
 
 
-def build_loss_fn(train: TrainConfig, model: ModelConfig, sources: int = 0) -> LossFn:
+def build_loss_fn(
+    train: TrainConfig, model: ModelConfig, sources: int = 0, vocab_group: dist.ProcessGroup | None = None
+) -> LossFn:
     """The loss that `train.loss`, `train.z_loss_weight` and `train.label_smoothing` name.
 
     The three implementations agree in value and gradient. `fused` is fastest and smallest; `chunked` recomputes each
@@ -48,18 +58,30 @@ def build_loss_fn(train: TrainConfig, model: ModelConfig, sources: int = 0) -> L
 
     Args:
         sources: number of data sources to keep apart in `source_ce` and `source_tokens`; 0 = none.
+        vocab_group: ranks over which the head's rows are cut, as a DTensor; they compute the fused loss together.
     """
     options = LossOptions(train.z_loss_weight, train.label_smoothing, model.logit_softcap)
-    losses = {"fused": fused_losses, "chunked": _chunked, "plain": _plain}[train.loss]
+    losses: Losses = {"fused": fused_losses, "chunked": _chunked, "plain": _plain}[train.loss]
+    if vocab_group is not None:
+        losses = partial(_vocab_parallel, vocab_group)
     return _build(losses, options, train.loss_chunk_size, sources)
 
 
-def build_eval_loss_fn(train: TrainConfig, model: ModelConfig) -> LossFn:
+def build_eval_loss_fn(train: TrainConfig, model: ModelConfig, vocab_group: dist.ProcessGroup | None = None) -> LossFn:
     """Cross entropy alone: no z-loss, no smoothing. For evaluation."""
-    return _build(fused_losses, LossOptions(logit_softcap=model.logit_softcap), train.loss_chunk_size, sources=0)
+    losses: Losses = fused_losses if vocab_group is None else partial(_vocab_parallel, vocab_group)
+    return _build(losses, LossOptions(logit_softcap=model.logit_softcap), train.loss_chunk_size, sources=0)
 
 
-def _build(losses: Callable[..., TokenLosses], options: LossOptions, chunk: int, sources: int) -> LossFn:
+def _vocab_parallel(
+    group: dist.ProcessGroup, hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, chunk: int
+) -> TokenLosses:
+    assert isinstance(weight, DTensor)
+    start = local_slices(weight)[0].start
+    return vocab_parallel_losses(hidden, local_part(weight), labels, options, chunk, group, start)
+
+
+def _build(losses: Losses, options: LossOptions, chunk: int, sources: int) -> LossFn:
     def loss_fn(hidden: Tensor, weight: Tensor, labels: Tensor, source_ids: Tensor | None = None) -> LossSums:
         found = losses(hidden.flatten(0, -2), weight, labels.flatten(), options, chunk)
         by_source = _by_source(found.ce.view_as(labels), labels, source_ids, sources) if sources else (None, None)

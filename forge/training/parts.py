@@ -6,16 +6,18 @@ from collections.abc import Callable
 from functools import partial
 
 from attrs import evolve, frozen
+from torch import Tensor
 
 from forge.config import JobConfig
-from forge.distributed.parallelize import materialize, parallelize
-from forge.distributed.shards import sharded_norm
+from forge.distributed.parallelize import allocate, materialize, parallelize, parallelize_stages
+from forge.distributed.pipeline import Stages, build_pipeline_norm, gather_stages
+from forge.distributed.shards import as_sharded, local_part, sharded_norm, tree_whole
 from forge.model import Transformer, build_model, init_params
-from forge.pytree import tree_map, tree_norm
 from forge.training.eval import EvalStep, build_eval_step
 from forge.training.extras import init_extras
 from forge.training.freeze import ever_trainable, stage_boundaries, trainable_names
 from forge.training.grad import ValueAndGrad, build_value_and_grad
+from forge.training.grad_pipeline import build_pipeline_eval_step, build_pipeline_value_and_grad
 from forge.training.grad_sharded import build_sharded_eval_step, build_sharded_value_and_grad
 from forge.training.loss import build_eval_loss_fn, build_loss_fn
 from forge.training.optimizer import (
@@ -38,7 +40,8 @@ class Parts:
     """What a training step and an evaluation are made of."""
 
     runtime: Runtime
-    model: Transformer  # on the meta device
+    model: Transformer | Stages  # on the meta device
+    names: tuple[str, ...]  # of the whole model's parameters, of which a pipeline rank has some
     optimizer: Optimizer
     schedule: Schedule
     eval_step: EvalStep
@@ -50,12 +53,12 @@ def build_parts(config: JobConfig, runtime: Runtime) -> Parts:
     Raises:
         ConfigError: a freeze pattern matches no parameter.
     """
-    model = build_model(config.model)
-    names = [name for name, _ in model.named_parameters()]
+    whole = build_model(config.model)
+    names = tuple(name for name, _ in whole.named_parameters())
     for boundary in stage_boundaries(config.train.freeze):
         trainable_names(config.train.freeze, names, boundary)
-    roles = parameter_roles(model)
-    parallelize(model, config, runtime.mesh, compute_dtype=runtime.compute_dtype, param_dtype=runtime.param_dtype)
+    roles = parameter_roles(whole)
+    model = _parallelized(whole, config, runtime)
     orthogonal_steps = None
     if runtime.mesh is not None:
         orthogonal_steps = sharded_orthogonal_steps(dict(model.named_parameters()), runtime.mesh)
@@ -65,14 +68,30 @@ def build_parts(config: JobConfig, runtime: Runtime) -> Parts:
     return Parts(
         runtime=runtime,
         model=model,
+        names=names,
         optimizer=optimizer,
         schedule=build_scheduler(config.scheduler, config.train.steps),
         eval_step=_eval_step(config, runtime, model),
     )
 
 
-def _eval_step(config: JobConfig, runtime: Runtime, model: Transformer) -> EvalStep:
-    loss_fn, vocab_size = build_eval_loss_fn(config.train, config.model), config.model.vocab_size
+def _parallelized(model: Transformer, config: JobConfig, runtime: Runtime) -> Transformer | Stages:
+    """The model in this process's layout; a pipeline rank has its stages only."""
+    dtypes = {"compute_dtype": runtime.compute_dtype, "param_dtype": runtime.param_dtype}
+    if runtime.mesh is not None and runtime.mesh.size("pp") > 1:
+        return parallelize_stages(model, config, runtime.mesh, **dtypes)
+    parallelize(model, config, runtime.mesh, **dtypes)
+    return model
+
+
+def _eval_step(config: JobConfig, runtime: Runtime, model: Transformer | Stages) -> EvalStep:
+    loss_fn = build_eval_loss_fn(config.train, config.model, vocab_group=runtime.vocab_group)
+    vocab_size = config.model.vocab_size
+    if isinstance(model, Stages):
+        assert runtime.mesh is not None
+        return build_pipeline_eval_step(
+            model, loss_fn, mesh=runtime.mesh, vocab_size=vocab_size, compute_dtype=runtime.compute_dtype
+        )
     if runtime.mesh is not None:
         return build_sharded_eval_step(model, loss_fn, mesh=runtime.mesh, vocab_size=vocab_size)
     return build_eval_step(model, loss_fn, vocab_size=vocab_size, compute_dtype=runtime.compute_dtype)
@@ -86,18 +105,37 @@ def initial_state(config: JobConfig, parts: Parts) -> TrainState:
         params = init_params(model, config.model, seed, dtype=runtime.param_dtype, device=runtime.device)
     else:
         params = materialize(parts.model, config, runtime.device)
-    learned = trainable_names(config.train.freeze, params, 0)
+    learned = trainable_names(config.train.freeze, parts.names, 0)
     opt_state = init_opt_state(parts.optimizer, {name: params[name] for name in params if name in learned})
     return init_state(params, opt_state, init_extras(config.model, runtime.device))
 
 
+def adopt(parts: Parts, state: TrainState) -> TrainState:
+    """A loaded state whose parameters are the sharded module's own; itself on one process."""
+    if parts.runtime.mesh is None:
+        return state
+    own = allocate(parts.model, parts.runtime.device)
+    for name, parameter in own.items():
+        local_part(parameter).copy_(local_part(state.params[name]))
+    return evolve(state, params=own)
+
+
+def whole_params(parts: Parts, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every parameter of the model in full, on every rank; all ranks must call it together."""
+    if isinstance(parts.model, Stages):
+        assert parts.runtime.mesh is not None
+        return gather_stages(params, parts.runtime.mesh)
+    return tree_whole(params)
+
+
 def template_state(config: JobConfig, parts: Parts, step: int) -> TrainState:
-    """A state on the meta device: structure, shapes and dtypes of the one after `step` batches."""
+    """A state on the meta device: structure, shapes, dtypes and layout of the one after `step` batches."""
     named = dict(parts.model.named_parameters())
-    params = {name: p.detach().to(parts.runtime.param_dtype) for name, p in named.items()}
-    learned = ever_trainable(config.train.freeze, params, max(0, step - 1))
-    opt_state = parts.optimizer.init({name: params[name] for name in params if name in learned})
-    return tree_map(lambda leaf: leaf.to("meta"), init_state(params, opt_state, init_extras(config.model)))
+    dtype = parts.runtime.param_dtype
+    params = {name: as_sharded(local_part(p.detach()).to("meta", dtype), p) for name, p in named.items()}
+    learned = ever_trainable(config.train.freeze, parts.names, max(0, step - 1))
+    opt_state = init_opt_state(parts.optimizer, {name: params[name] for name in params if name in learned})
+    return init_state(params, opt_state, init_extras(config.model, "meta"))
 
 
 def step_for(config: JobConfig, parts: Parts) -> Callable[[int, TrainState], tuple[TrainStep, TrainState]]:
@@ -105,8 +143,7 @@ def step_for(config: JobConfig, parts: Parts) -> Callable[[int, TrainState], tup
 
     Where a stage of `train.freeze` begins at n, the parameters that are trained from then on get optimizer state.
     """
-    stages, mesh = config.train.freeze, parts.runtime.mesh
-    norm = tree_norm if mesh is None else partial(sharded_norm, stage_ranks=mesh.stage_ranks)
+    stages, norm = config.train.freeze, _norm_for(parts)
     steps: dict[frozenset[str] | None, TrainStep] = {}
 
     def build(trainable: frozenset[str] | None) -> TrainStep:
@@ -120,7 +157,7 @@ def step_for(config: JobConfig, parts: Parts) -> Callable[[int, TrainState], tup
         )
 
     def step_at(step: int, state: TrainState) -> tuple[TrainStep, TrainState]:
-        learned = trainable_names(stages, state.params, step) if stages else None
+        learned = trainable_names(stages, parts.names, step) if stages else None
         if learned is not None and step in stage_boundaries(stages):
             trained = {name: state.params[name] for name in state.params if name in learned}
             state = evolve(state, opt_state=extend(parts.optimizer, state.opt_state, trained))
@@ -131,9 +168,31 @@ def step_for(config: JobConfig, parts: Parts) -> Callable[[int, TrainState], tup
     return step_at
 
 
+def _norm_for(parts: Parts) -> Callable[[dict[str, Tensor]], Tensor] | None:
+    """The 2-norm of all gradients of a model on several ranks; one process needs no other than its own."""
+    mesh = parts.runtime.mesh
+    if mesh is None:
+        return None
+    if isinstance(parts.model, Stages):
+        return build_pipeline_norm(parts.model, mesh)
+    return partial(sharded_norm, stage_ranks=mesh.stage_ranks)
+
+
 def seam_for(config: JobConfig, parts: Parts, trainable: frozenset[str] | None = None) -> ValueAndGrad:
     """The `value_and_grad` of this process's layout."""
-    runtime, loss_fn, vocab_size = parts.runtime, build_loss_fn(config.train, config.model), config.model.vocab_size
+    runtime, vocab_size = parts.runtime, config.model.vocab_size
+    loss_fn = build_loss_fn(config.train, config.model, vocab_group=runtime.vocab_group)
+    if isinstance(parts.model, Stages):
+        assert runtime.mesh is not None
+        return build_pipeline_value_and_grad(
+            parts.model,
+            loss_fn,
+            mesh=runtime.mesh,
+            vocab_size=vocab_size,
+            trainable=trainable,
+            schedule=config.distributed.pp_schedule,
+            compute_dtype=runtime.compute_dtype,
+        )
     if runtime.mesh is not None:
         return build_sharded_value_and_grad(
             parts.model, loss_fn, mesh=runtime.mesh, vocab_size=vocab_size, trainable=trainable

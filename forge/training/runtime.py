@@ -33,6 +33,29 @@ class Runtime:
         return 1 if self.mesh is None else self.mesh.root.size()
 
     @property
+    def leads(self) -> bool:
+        """Whether this process writes the run's logs and files: rank 0."""
+        return self.mesh is None or dist.get_rank() == 0
+
+    def barrier(self) -> None:
+        """Wait for every process of the job."""
+        if self.mesh is not None:
+            dist.barrier()
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is true on any rank: all of them get the same answer, at the same step."""
+        if self.mesh is None:
+            return flag
+        seen = torch.tensor(flag, dtype=torch.int32, device=self.device)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        return bool(seen)
+
+    @property
+    def vocab_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which tensor parallelism cuts the head's rows; None = the head is whole."""
+        return self.mesh.group("tp") if self.mesh is not None and self.mesh.size("tp") > 1 else None
+
+    @property
     def data_ranks(self) -> int:
         """Ranks that read different sequences."""
         return 1 if self.mesh is None else self.mesh.data_ranks
@@ -92,7 +115,7 @@ def _world_size() -> int:
     """
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdigit() or int(text) < 1:
-        raise RunError(f"WORLD_SIZE = {text!r} in the environment is not a number of processes: unset it, or use torchrun")
+        raise RunError(f"WORLD_SIZE = {text!r} in the environment is no number of processes: unset it, or use torchrun")
     return int(text)
 
 

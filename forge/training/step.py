@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from forge.config import JobConfig
-from forge.pytree import tree_norm
+from forge.pytree import foreach_norm, tree_norm
 from forge.training.extras import balance_routers
 from forge.training.grad import ValueAndGrad, clip_factor
 from forge.training.loss import LossSums
@@ -26,7 +26,7 @@ def build_train_step(
     optimizer: Optimizer,
     schedule: Schedule,
     donate: bool = False,
-    global_norm: Callable[[dict[str, Tensor]], Tensor] = tree_norm,
+    global_norm: Callable[[dict[str, Tensor]], Tensor] | None = None,
 ) -> TrainStep:
     """Build `train_step(state, batch) -> (state, StepResult)`.
 
@@ -41,8 +41,9 @@ def build_train_step(
         schedule: multiplier of the base learning rate at update n, from 0.
         donate: let the step reuse the storage of the state that it is given, which is dead then (`DonatedError`).
             With False nothing is written in place and the step is a pure function under `torch.func`.
-        global_norm: 2-norm of all gradients; of sharded ones over all ranks.
+        global_norm: 2-norm of all gradients; of sharded ones over all ranks. None = over those of this process.
     """
+    norm = global_norm or (foreach_norm if donate else tree_norm)
     base_lr, max_norm = config.optimizer.lr, config.train.grad_clip_norm
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepResult]:
@@ -50,7 +51,7 @@ def build_train_step(
             state = take(state)
         lr = (base_lr * schedule(state.step)).to(torch.float32)
         sums, grads = value_and_grad(state.params, state.extras, batch)
-        grad_norm = global_norm(grads)
+        grad_norm = norm(grads)
         good = torch.isfinite(grad_norm) & torch.isfinite(sums.total) & (sums.tokens > 0)
         params, opt_state = apply_update(
             optimizer,

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from forge.config import AdamW, Constant, DistributedConfig, JobConfig, ModelConfig, MoEConfig, TrainConfig
 from forge.data.batch import IGNORE, Batch
+from forge.distributed.pipeline import gather_stages
 from forge.pytree import tree_map
 from forge.training.parts import build_parts, initial_state, step_for
-from forge.training.runtime import open_runtime
+from forge.training.runtime import Runtime, open_runtime
 
 SEQ, GLOBAL, MICRO, VOCAB = 16, 8, 1, 36
 MODEL = ModelConfig(
@@ -65,7 +66,7 @@ def train(job: JobConfig, layout: dict[str, Any] | None = None) -> Curve:
     with open_runtime(job) as runtime:
         parts = build_parts(job, runtime)
         state = initial_state(job, parts)
-        start = gathered(state.params)
+        start = gathered(state.params, runtime)
         step_at = step_for(job, parts)
         losses, norms = [], []
         for n in range(job.train.steps):
@@ -74,9 +75,11 @@ def train(job: JobConfig, layout: dict[str, Any] | None = None) -> Curve:
             state, result = step(state, batch)
             losses.append(float(result.loss))
             norms.append(float(result.grad_norm))
-        return Curve(losses, norms, int(state.tokens), start, gathered(state.params))
+        return Curve(losses, norms, int(state.tokens), start, gathered(state.params, runtime))
 
 
-def gathered(params: dict[str, Tensor]) -> dict[str, Tensor]:
+def gathered(params: dict[str, Tensor], runtime: Runtime) -> dict[str, Tensor]:
     """Every parameter in full, of every pipeline stage, on every rank."""
+    if runtime.mesh is not None and runtime.mesh.size("pp") > 1:
+        params = gather_stages(params, runtime.mesh)
     return {name: whole(p) for name, p in params.items()}

@@ -1,0 +1,92 @@
+"""A whole run on several processes: the same curve, files from rank 0 alone, resumed at any size."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from forge.config import (
+    AdamW,
+    CheckpointConfig,
+    Constant,
+    DataConfig,
+    EvalConfig,
+    JobConfig,
+    MetricsConfig,
+    ModelConfig,
+    TrainConfig,
+)
+from forge.errors import Stopped
+from forge.training import run_training
+from forge.training.hooks import Hook
+from tests.distributed.ranks import run_ranks
+
+MODEL = ModelConfig(dim=32, n_layers=2, n_heads=2, vocab_size=257, max_seq_len=16, init_std=0.1)
+TRAIN = TrainConfig(steps=6, seq_len=16, global_batch_size=8, micro_batch_size=2)
+
+
+def _job(folder: Path, name: str) -> JobConfig:
+    text = folder / "text"
+    text.mkdir(exist_ok=True)
+    for n in range(8):
+        (text / f"{n}.txt").write_text(" ".join(f"{n} times {k} is {n * k};" for k in range(30)))
+    return JobConfig(
+        run_dir=str(folder / name),
+        model=MODEL,
+        train=TRAIN,
+        optimizer=AdamW(lr=1e-2),
+        scheduler=Constant(warmup_steps=2),
+        data=DataConfig(path=str(text), eval_fraction=0.2, cache_dir=str(folder / "cache")),
+        eval=EvalConfig(interval=3, batches=2, batch_size=3, sample_tokens=4),
+        checkpoint=CheckpointConfig(interval=2),
+        metrics=MetricsConfig(log_interval=1, peak_tflops=0.1),
+    )
+
+
+class _StopRank(Hook):
+    """Sends one rank alone a signal after a step."""
+
+    def __init__(self, rank, step):
+        self.rank, self.step = rank, step
+
+    def on_step_end(self, event):
+        if event.step == self.step and os.environ["RANK"] == str(self.rank):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _run(job, stop):
+    try:
+        return int(run_training(job, hooks=_StopRank(1, stop) if stop else None).step)
+    except Stopped as stopped:
+        return str(stopped)
+
+
+def _runs(jobs, stop):
+    return [_run(job, stop) for job in jobs]
+
+
+def _curve(job, key="train/loss"):
+    lines = [json.loads(line) for line in Path(job.run_dir, "metrics.jsonl").read_text().splitlines()]
+    found = [(line["step"], line[key]) for line in lines if key in line]
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+def test_a_run_on_two_ranks_is_the_run_of_one_and_goes_on_at_any_size(tmp_path):
+    alone, pair, moved = (_job(tmp_path, name) for name in ("alone", "pair", "moved"))
+    run_training(alone)
+    assert run_ranks(_runs, 2, [pair], None) == [[6], [6]]
+    for key in ("train/loss", "train/grad_norm", "eval/loss", "eval/tokens"):
+        assert _curve(pair, key) == pytest.approx(_curve(alone, key), rel=1e-4)
+    names = sorted(p.name for p in os.scandir(pair.run_dir))
+    assert names == [".lock", "checkpoints", "config.toml", "metrics.jsonl", "tensorboard"]
+    stopped = run_ranks(_runs, 2, [moved], 3)
+    assert all("saved step 3" in rank[0] for rank in stopped), stopped
+    run_training(evolve(moved, train=evolve(TRAIN, steps=5)))
+    assert run_ranks(_runs, 2, [moved], None) == [[6], [6]]
+    assert _curve(moved) == pytest.approx(_curve(alone), rel=1e-4)
