@@ -1,8 +1,13 @@
-"""A folder of safetensors and a manifest -> TrainState. What is damaged is found and named before it is used."""
+"""A folder of safetensors and a manifest -> TrainState. What is damaged is found and named before it is used.
+
+Each rank reads the slices that its own parts need, from whichever files hold them: any layout loads into any other.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +16,34 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forge.checkpoint.folder import list_checkpoints
-from forge.checkpoint.save import FORMAT, MANIFEST, PARAMS, PARAMS_PREFIX, REST, describe_file
+from forge.checkpoint.layout import (
+    PARAMS,
+    PARAMS_PREFIX,
+    REST,
+    Box,
+    Layout,
+    Leaf,
+    check_tiling,
+    key_in_file,
+    layout_from_json,
+    part_of,
+)
+from forge.checkpoint.ranks import all_ranks
+from forge.checkpoint.save import FORMAT, LAYOUT, MANIFEST, describe_file
+from forge.distributed.shards import as_sharded
 from forge.errors import CheckpointError
 from forge.logging import get_logger
 from forge.pytree import tree_flatten_named, tree_unflatten_named
 from forge.training.state import TrainState
 
 log = get_logger(__name__)
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+"""safetensors' names -> torch's."""
+_DESCRIBED = {"bytes", "sha256"}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -37,30 +63,44 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: damaged: not a checkpoint's manifest")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{file}: format {manifest['format']}; this version of forge reads format {FORMAT}")
+    files = manifest["files"]
+    if not isinstance(files, dict) or not all(isinstance(f, dict) and f.keys() == _DESCRIBED for f in files.values()):
+        raise CheckpointError(f"{file}: damaged: it does not give bytes and sha256 of every file")
     return manifest
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
     """Check the size and SHA-256 of every file against the manifest, which is returned.
 
+    The ranks of a job share the files among them and come to one verdict.
+
     Raises:
         CheckpointError: a file is missing or damaged; the message names it.
     """
-    manifest = read_manifest(path)
-    for name, expected in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file}: missing from the checkpoint")
-        if file.stat().st_size != expected["bytes"]:
-            raise CheckpointError(f"{file}: damaged: {file.stat().st_size} bytes, {expected['bytes']} were written")
-        if describe_file(file) != expected:
-            raise CheckpointError(f"{file}: damaged: its SHA-256 is not that of what was written")
-    return manifest
+    ranks = all_ranks()
+
+    def check_share() -> dict[str, Any]:
+        manifest = read_manifest(path)
+        for name in sorted(manifest["files"])[ranks.rank :: ranks.size]:
+            _check_file(path / name, manifest["files"][name])
+        return manifest
+
+    return ranks.together(check_share)
+
+
+def _check_file(file: Path, expected: dict[str, Any]) -> None:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: missing from the checkpoint")
+    if file.stat().st_size != expected["bytes"]:
+        raise CheckpointError(f"{file}: damaged: {file.stat().st_size} bytes, {expected['bytes']} were written")
+    if describe_file(file) != expected:
+        raise CheckpointError(f"{file}: damaged: its SHA-256 is not that of what was written")
 
 
 def latest_sound(root: Path) -> Path | None:
     """The newest checkpoint whose files are all intact; damaged ones are named in a warning and passed over."""
-    for path in reversed(list_checkpoints(root)):
+    ranks = all_ranks()
+    for path in reversed(ranks.agree(list_checkpoints(root), lambda found: [found[0]] * ranks.size)):
         try:
             verify_checkpoint(path)
         except CheckpointError as error:
@@ -71,7 +111,7 @@ def latest_sound(root: Path) -> Path | None:
 
 
 def load_checkpoint(path: Path, template: TrainState, *, device: torch.device | str = "cpu") -> TrainState:
-    """Read a state back, bit for bit.
+    """Read a state back, bit for bit, laid out as the template is; every rank of the job calls this.
 
     Args:
         template: a state of the same structure, shapes and dtypes; on the meta device it costs no memory.
@@ -79,37 +119,123 @@ def load_checkpoint(path: Path, template: TrainState, *, device: torch.device | 
     Raises:
         CheckpointError: damage, or another shape of model or optimizer; the message names what differs.
     """
-    expected = tree_flatten_named(template)
-    found = {PARAMS_PREFIX + name: tensor for name, tensor in _read(path / PARAMS, device).items()}
-    found |= _read(path / REST, device)
-    _check_same(path, expected, found)
-    return tree_unflatten_named(template, found)
+    ranks, expected = all_ranks(), tree_flatten_named(template)
+    layout = ranks.together(lambda: read_layout(path))
+
+    def judge(asked: list[tuple[list[str], list[str], list[str]]]) -> list[None]:
+        _refuse_differences(path, layout, asked)
+        return [None] * ranks.size
+
+    ranks.agree((list(expected), *_differences(layout, expected)), judge)
+    parts = ranks.together(lambda: read_parts(path, layout, expected, device))
+    return tree_unflatten_named(template, parts)
 
 
-def _read(file: Path, device: torch.device | str) -> dict[str, Tensor]:
+def read_layout(path: Path) -> Layout:
+    """Where every leaf of a checkpoint lies; the two-file form says so in its files' headers.
+
+    Raises:
+        CheckpointError: damage; the message names the file.
+    """
+    files = read_manifest(path)["files"]
+    if LAYOUT not in files:
+        return {**_headers(path / PARAMS, PARAMS_PREFIX), **_headers(path / REST, "")}
+    file = path / LAYOUT
+    _check_file(file, files[LAYOUT])
     try:
-        with safe_open(file, framework="pt", device=str(device)) as reader:
-            # Copied out of the mapped file: aligned as fresh tensors are, and safe when the file goes.
-            return {name: reader.get_tensor(name).clone() for name in reader.keys()}  # noqa: SIM118
+        layout = layout_from_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: damaged: {error}") from None
+    for name, leaf in layout.items():
+        for chunk_file, _ in leaf.chunks:
+            if chunk_file not in files:
+                raise CheckpointError(
+                    f"{file}: damaged: {name} is said to be in {chunk_file}, which is none of its files"
+                )
+    return layout
+
+
+def _headers(file: Path, prefix: str) -> Layout:
+    layout = {}
+    with _opened(file) as reader:
+        for key in reader.keys():  # noqa: SIM118
+            header = reader.get_slice(key)
+            shape, dtype = tuple(header.get_shape()), header.get_dtype()
+            box = Box((0,) * len(shape), shape)
+            layout[prefix + key] = Leaf(shape, _DTYPES.get(dtype, dtype), ((file.name, box),))
+    return layout
+
+
+@contextmanager
+def _opened(file: Path) -> Generator[Any, None, None]:
+    try:
+        with safe_open(file, framework="pt") as reader:
+            yield reader
     except FileNotFoundError:
         raise CheckpointError(f"{file}: missing from the checkpoint") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: not a readable safetensors file: {error}") from None
 
 
-def _check_same(path: Path, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    def describe(tensor: Tensor) -> str:
-        return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-    differences = [f"{name} is missing" for name in expected if name not in found]
-    differences += [f"{name} is not expected" for name in found if name not in expected]
-    differences += [
-        f"{name} is {describe(found[name])}, expected {describe(tensor)}"
-        for name, tensor in expected.items()
-        if name in found and describe(found[name]) != describe(tensor)
+def _differences(layout: Layout, expected: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+    """What one rank asks for that is not there, and what is there but otherwise."""
+    missing = [f"{name} is missing" for name in expected if name not in layout]
+    wanted = {name: Leaf(tuple(t.shape), str(t.dtype).removeprefix("torch."), ()) for name, t in expected.items()}
+    other = [
+        f"{name} is {layout[name]}, expected {leaf}"
+        for name, leaf in wanted.items()
+        if name in layout and str(layout[name]) != str(leaf)
     ]
+    return missing, other
+
+
+def _refuse_differences(path: Path, layout: Layout, asked: list[tuple[list[str], list[str], list[str]]]) -> None:
+    """Refuse where the leaves that all ranks ask for together are not those that are there."""
+    wanted = {name for names, _, _ in asked for name in names}
+    unexpected = [f"{name} is not expected" for name in layout if name not in wanted]
+    missing, other = ([line for rank in asked for line in rank[index]] for index in (1, 2))
+    differences = list(dict.fromkeys([*missing, *unexpected, *other]))
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise CheckpointError(
             f"{path}: the checkpoint is of another model or optimizer: {'; '.join(differences[:3])}{more}"
         )
+
+
+def read_parts(
+    path: Path, layout: Layout, expected: Mapping[str, Tensor], device: torch.device | str
+) -> dict[str, Tensor]:
+    """This rank's part of every leaf, laid out as in `expected`; each file that holds some of it is opened once.
+
+    Raises:
+        CheckpointError: the chunks do not contain each element of a part exactly once, or a file is damaged.
+    """
+    parts: dict[str, Tensor] = {}
+    needed: dict[str, list[tuple[str, Box, Box]]] = {}  # file -> (leaf, what the chunk holds, what this rank holds)
+    for name, like in expected.items():
+        mine = part_of(name, like).box
+        parts[name] = torch.empty(mine.shape, dtype=like.dtype, device=device)
+        chunks = [(file, box) for file, box in layout[name].chunks if box.meet(mine).numel]
+        check_tiling(f"{path}: {name}", mine, [box.meet(mine) for _, box in chunks])
+        for file, box in chunks:
+            needed.setdefault(file, []).append((name, box, mine))
+    for file, pieces in needed.items():
+        with _opened(path / file) as reader:
+            for name, chunk, mine in pieces:
+                shared = chunk.meet(mine)
+                parts[name][shared.inside(mine)].copy_(
+                    _read(reader, path / file, name, chunk, shared, parts[name].dtype)
+                )
+    return {name: as_sharded(part, expected[name]) for name, part in parts.items()}
+
+
+def _read(reader: Any, file: Path, name: str, chunk: Box, wanted: Box, dtype: torch.dtype) -> Tensor:
+    key = key_in_file(name)
+    stored = reader.get_slice(key)
+    if tuple(stored.get_shape()) != chunk.shape:
+        raise CheckpointError(f"{file}: {name} is a part of {stored.get_shape()}, {list(chunk.shape)} was written")
+    # A slice of a scalar is not a thing that safetensors knows.
+    tensor = reader.get_tensor(key) if wanted == chunk else stored[wanted.inside(chunk)]
+    if tensor.dtype != dtype:
+        raise CheckpointError(f"{file}: {name} is {tensor.dtype}, {dtype} was written")
+    return tensor

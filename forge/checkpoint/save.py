@@ -1,4 +1,8 @@
-"""TrainState -> a folder of safetensors and a manifest."""
+"""TrainState -> a folder of safetensors and a manifest.
+
+Each rank writes the parts that it owns to files of its own; `layout.json` says where every part lies. One process alone
+writes two files whose own headers say as much.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,32 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import frozen
 from safetensors.torch import save_file
 from torch import Tensor
 
 import forge
 from forge.checkpoint.folder import checkpoint_path, remove_checkpoint, sync_folder
+from forge.checkpoint.layout import (
+    PARAMS,
+    REST,
+    Layout,
+    Part,
+    assign,
+    file_name,
+    key_in_file,
+    layout_to_json,
+    part_of,
+)
+from forge.checkpoint.ranks import Ranks, all_ranks
 from forge.config import JobConfig, save_config
+from forge.distributed.shards import local_part
 from forge.errors import CheckpointError
 from forge.pytree import tree_flatten_named
 from forge.training.state import TrainState
@@ -24,9 +43,28 @@ from forge.training.state import TrainState
 FORMAT = 1
 MANIFEST = "manifest.json"
 CONFIG = "config.toml"
-PARAMS = "params.safetensors"
-REST = "state.safetensors"
-PARAMS_PREFIX = "params/"
+LAYOUT = "layout.json"
+
+Files = dict[str, dict[str, Any]]
+"""Name -> bytes and sha256."""
+
+
+@frozen
+class Draft:
+    """A checkpoint that is not on disk yet, as one rank sees it."""
+
+    final: Path
+    step: int
+    tokens: int
+    config: JobConfig
+    notes: Mapping[str, Any]
+    own: dict[str, Tensor]  # the parts that this rank writes, by leaf
+    layout: Layout  # of the whole; empty on other ranks than 0
+
+    @property
+    def aside(self) -> Path:
+        """Where it is written before it is complete."""
+        return self.final.with_name(f".{self.final.name}.writing")
 
 
 def save_checkpoint(
@@ -35,54 +73,111 @@ def save_checkpoint(
     """Write `root/step_…` aside, bring it to disk, and rename it: it is complete or not there.
 
     `params.safetensors` holds the parameters under their fully-qualified names, readable by any safetensors reader;
-    `state.safetensors` everything else; `manifest.json` sizes and SHA-256 of both.
+    `state.safetensors` everything else; `manifest.json` sizes and SHA-256 of both. In a job of several processes every
+    rank calls this; each writes what it owns, to `params.00003.safetensors` and `state.00003.safetensors`.
 
     Args:
+        root: a folder that all ranks share.
         notes: JSON values to get back on load.
 
     Raises:
-        CheckpointError: the disk is full or the folder cannot be written; what was written is removed.
+        CheckpointError: the disk is full or the folder cannot be written, on any rank; what was written is removed.
     """
-    final = checkpoint_path(root, int(state.step))
-    aside = final.with_name(f".{final.name}.writing")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        _write(aside, state, config, notes or {})
-        if final.exists():
-            remove_checkpoint(final)
-        aside.rename(final)
-        sync_folder(root)
-    except Exception as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError) or "I/O error" in str(error) or "os error" in str(error):
-            raise CheckpointError(f"{final}: the checkpoint cannot be written: {error}") from None
-        raise
-    return final
+    ranks = all_ranks()
+    return write_draft(draft_checkpoint(root, state, config=config, notes=notes, ranks=ranks), ranks)
 
 
-def _write(folder: Path, state: TrainState, config: JobConfig, notes: Mapping[str, Any]) -> None:
+def draft_checkpoint(
+    root: Path, state: TrainState, *, config: JobConfig, notes: Mapping[str, Any] | None, ranks: Ranks
+) -> Draft:
+    """Agree on who writes what, and make the folder; the parts still are those of the state. Collective."""
     leaves = tree_flatten_named(state)
-    params = {k.removeprefix(PARAMS_PREFIX): v for k, v in leaves.items() if k.startswith(PARAMS_PREFIX)}
-    rest = {name: leaf for name, leaf in leaves.items() if not name.startswith(PARAMS_PREFIX)}
-    save_config(config, folder / CONFIG)
-    save_file(_storable(params), folder / PARAMS, metadata={"format": "pt"})
-    save_file(_storable(rest), folder / REST, metadata={"format": "pt"})
+    final, step, tokens = checkpoint_path(root, int(state.step)), int(state.step), int(state.tokens)
+
+    def plan(held: list[dict[str, Part]]) -> list[tuple[list[str], Layout]]:
+        layout, owned = assign(held)
+        return [(names, layout if rank == 0 else {}) for rank, names in enumerate(owned)]
+
+    held = ranks.together(lambda: {name: part_of(name, leaf) for name, leaf in leaves.items()})
+    names, layout = ranks.agree(held, plan)
+    own = {name: local_part(leaves[name]).detach() for name in names}
+    draft = Draft(final, step, tokens, config, notes or {}, own, layout)
+    ranks.together(lambda: _make_folder(draft) if ranks.rank == 0 else None)
+    return draft
+
+
+def write_draft(draft: Draft, ranks: Ranks) -> Path:
+    """Write every rank's files, then the manifest, and give the folder its name. Collective."""
+
+    def merged(found: list[Files]) -> list[Files]:
+        everything = {name: entry for files in found for name, entry in files.items()}
+        return [everything if rank == 0 else {} for rank in range(ranks.size)]
+
+    try:
+        own = ranks.together(lambda: _write_own(draft, ranks))
+        files = ranks.agree(own, merged)
+        ranks.together(lambda: _complete(draft, files, ranks) if ranks.rank == 0 else None)
+    except Exception:
+        if ranks.rank == 0:
+            shutil.rmtree(draft.aside, ignore_errors=True)
+        raise
+    return draft.final
+
+
+def _make_folder(draft: Draft) -> None:
+    with _writing(draft.final):
+        draft.final.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(draft.aside, ignore_errors=True)
+        draft.aside.mkdir()
+
+
+def _write_own(draft: Draft, ranks: Ranks) -> Files:
+    """This rank's files; one process alone writes both, be they empty."""
+    names = [PARAMS, REST] if ranks.size == 1 else []
+    tensors: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    for leaf, part in draft.own.items():
+        tensors.setdefault(file_name(leaf, ranks.rank, ranks.size), {})[key_in_file(leaf)] = part
+    with _writing(draft.final):
+        return {name: write_tensors(draft.aside / name, parts) for name, parts in tensors.items()}
+
+
+def _complete(draft: Draft, files: Files, ranks: Ranks) -> None:
+    folder = draft.aside
+    with _writing(draft.final):
+        if ranks.size > 1:
+            (folder / LAYOUT).write_text(layout_to_json(draft.layout), encoding="utf-8")
+            files = {LAYOUT: describe_file(folder / LAYOUT), **files}
+        save_config(draft.config, folder / CONFIG)
+        files = {CONFIG: describe_file(folder / CONFIG), **files}
+        publish(folder, draft.final, step=draft.step, tokens=draft.tokens, files=files, notes=draft.notes)
+
+
+def publish(folder: Path, final: Path, *, step: int, tokens: int, files: Files, notes: Mapping[str, Any]) -> None:
+    """Write the manifest of a folder whose other files are there, bring all to disk, and rename it to `final`."""
     manifest = {
         "format": FORMAT,
-        "step": int(state.step),
-        "tokens": int(state.tokens),
+        "step": step,
+        "tokens": tokens,
         "forge": forge.__version__,
         "torch": torch.__version__,
-        "files": {name: describe_file(folder / name) for name in (CONFIG, PARAMS, REST)},
+        "files": dict(sorted(files.items())),
         "notes": dict(notes),
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False), encoding="utf-8")
-    for path in folder.iterdir():
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
+    for name in files.keys() & {CONFIG, LAYOUT} | {MANIFEST}:
+        sync_file(folder / name)
     sync_folder(folder)
+    if final.exists():
+        remove_checkpoint(final)
+    folder.rename(final)
+    sync_folder(final.parent)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write a safetensors file, bring it to disk, and describe it."""
+    save_file(_storable(tensors), path, metadata={"format": "pt"})
+    sync_file(path)
+    return describe_file(path)
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -90,6 +185,23 @@ def describe_file(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file's content to disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _writing(final: Path) -> Generator[None, None, None]:
+    """What the disk refuses is an error of the checkpoint's."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or "I/O error" in str(error) or "os error" in str(error):
+            raise CheckpointError(f"{final}: the checkpoint cannot be written: {error}") from None
+        raise
 
 
 def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 from attrs import field, frozen
 
-from forge.config.checks import boolean, integer, number, optional, text
+from forge.config.checks import boolean, integer, number, one_of, optional, text
 from forge.errors import ConfigError
+
+PipelineSchedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
 
 
 @frozen
@@ -23,7 +25,11 @@ class DistributedConfig:
     tp: int = field(default=1, validator=integer(least=1))
     """Tensor parallel ranks."""
     pp: int = field(default=1, validator=integer(least=1))
-    """Pipeline stages."""
+    """Pipeline ranks."""
+    pp_schedule: PipelineSchedule = field(default="1f1b", validator=one_of(*get_args(PipelineSchedule)))
+    """Order of forward and backward passes over the pipeline."""
+    pp_virtual_stages: int | None = field(default=None, validator=optional(integer(least=1)))
+    """Stages a pipeline rank holds; unset = 2 for interleaved_1f1b, else 1."""
     cp: int = field(default=1, validator=integer(least=1))
     """Context parallel ranks: a sequence is cut over them."""
     ep: int = field(default=1, validator=integer(least=1))
@@ -46,6 +52,8 @@ class CheckpointConfig:
     """Newest checkpoints kept."""
     keep_every: int = field(default=0, validator=integer(least=0))
     """Steps divisible by this are milestones and never removed; 0 = no milestones."""
+    async_save: bool = field(default=False, validator=boolean())
+    """Write in the background while training goes on; takes host memory for a copy of what each rank writes."""
 
 
 @frozen
