@@ -1,0 +1,190 @@
+"""What the pages say is so: their code runs, their commands parse, and what they name exists."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import pydoc
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+from forge.config import OPTIMIZERS, SCHEDULERS, JobConfig, NoSchedule, flatten_config
+from forge.config.flags import parse_job, pop_flag
+from forge.errors import ForgeError
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+}
+README = PAGES["README.md"]
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+SECTIONS = "model|train|optimizer|scheduler|data|eval|distributed|checkpoint|metrics|profiling"
+FLAGS_OF_OTHERS = {"--logdir", "--lf", "--check"}  # of tensorboard, pytest, ruff
+FILES_OF_A_RUN = {"config.toml"}
+
+
+def _load_cli():
+    spec = importlib.util.spec_from_file_location("cli_of_the_readme", ROOT / "cli.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where the annotations of its classes are looked up
+    spec.loader.exec_module(module)
+    return module
+
+
+CLI = _load_cli()
+
+
+@functools.cache
+def _run(code: str) -> dict:
+    """The names that an example leaves; each is run once."""
+    namespace: dict = {"__name__": "readme"}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine two threads mostly wait for each other
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            exec(compile(code, "README.md", "exec"), namespace)
+    finally:
+        torch.set_num_threads(threads)
+    return namespace
+
+
+def _example(part: str) -> dict:
+    """What the one example with `part` in it leaves."""
+    (code,) = [code for code in EXAMPLES if part in code]
+    return _run(code)
+
+
+def _config_keys() -> set[str]:
+    configs = [JobConfig(optimizer=kind(), scheduler=NoSchedule()) for kind in OPTIMIZERS.values()]
+    configs += [JobConfig(scheduler=kind()) for kind in SCHEDULERS.values()]
+    return {key for config in configs for key in flatten_config(config)}
+
+
+def _dashed(names) -> set[str]:
+    return {"--" + name.replace("_", "-") for name in names}
+
+
+def _command_classes() -> list[type]:
+    return [kind for kind in vars(CLI).values() if isinstance(kind, type) and attrs.has(kind)]
+
+
+def _commands() -> list[str]:
+    """What follows `python cli.py` on the pages, comments and calls for help left out."""
+    found = [line for page in PAGES.values() for line in re.findall(r"python cli\.py((?: +[^`\n#]+)?)", page)]
+    return sorted({line.strip() for line in found if not line.rstrip().endswith("--help")})
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=range(1, len(EXAMPLES) + 1))
+def test_every_python_example_runs_on_its_own(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _run(code)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_loop_of_the_readme_learns_its_batch():
+    left = _example("for _ in range(config.train.steps)")
+    assert int(left["state"].step) == left["config"].train.steps
+    assert float(left["result"].loss) < 0.5 * math.log(257)
+
+
+def test_the_per_sample_example_gives_one_gradient_a_sample():
+    left = _example("def gradient_of")
+    tokens, samples = left["tokens"], range(8)
+    alone = [left["gradient_of"](tokens[i, :-1], tokens[i, 1:]) for i in samples]
+    for name, grad in left["grads"].items():
+        torch.testing.assert_close(grad, torch.stack([alone[i][name] for i in samples]), rtol=1e-3, atol=1e-6)
+    assert left["norms"].shape == (8,) and bool((left["norms"] > 0).all())
+
+
+def test_the_sweep_example_trains_each_state_at_its_own_rate():
+    left = _example("torch.func.vmap(step_at")
+    torch.testing.assert_close(left["results"].lr, left["lrs"])
+    assert left["states"].step.tolist() == [5, 5, 5]
+    assert left["results"].loss.unique().numel() == 3
+
+
+def test_the_optimizer_example_moves_every_weight_by_the_learning_rate():
+    left = _example("Optimizer(init, update)")
+    start = left["params"]["head.weight"]
+    moved = (left["state"].params["head.weight"] - start).abs()
+    torch.testing.assert_close(moved[moved > 0], left["result"].lr.expand_as(moved[moved > 0]), rtol=1e-2, atol=1e-8)
+    assert int((moved > 0).sum()) > 0
+
+
+@pytest.mark.parametrize("line", _commands())
+def test_every_command_of_the_pages_is_understood(line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    name, *rest = shlex.split(line) or ["train"]
+    if name.startswith("-"):
+        name, rest = "train", [name, *rest]
+    if "--train.stpes" in rest:  # shown for its error
+        with pytest.raises(ForgeError, match=r"did you mean '--train\.steps'"):
+            parse_job(rest, prog="", default_preset=CLI.PRESET)
+        return
+    assert name in CLI.COMMANDS
+    if name in ("train", "plan"):
+        _, rest = pop_flag(rest, "--tflops")
+        parse_job(rest, prog="", default_preset=CLI.PRESET)
+        return
+    (kind,) = [kind for kind in _command_classes() if kind.__name__.lower() == name]
+    CLI.parse(kind, rest, prog="")
+
+
+def test_every_command_has_an_example_and_what_is_for_later_is_named():
+    assert [name for name in CLI.COMMANDS if not re.search(rf"python cli\.py {name}\b", README)] == []
+    assert [name for name in CLI.LATER if f"`{name}`" not in README.partition("## Not in this version")[2]] == []
+
+
+def test_every_optimizer_and_schedule_is_named():
+    table = README.partition("## What it does")[2]
+    assert [name for name in [*OPTIMIZERS, *SCHEDULERS] if not re.search(rf"\b{name}\b", table)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_flag_of_a_page_exists(page):
+    known = _dashed(_config_keys()) | {"--config", "--help", "--tflops"} | FLAGS_OF_OTHERS
+    known |= {flag for kind in _command_classes() for flag in _dashed(f.name for f in attrs.fields(kind))}
+    shown_wrong = {"--train.stpes"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", PAGES[page]))
+    assert named - shown_wrong - known == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_config_key_of_a_page_exists(page):
+    named = set(re.findall(rf"`((?:{SECTIONS})\.[a-z_.]+)`", PAGES[page]))
+    assert named - _config_keys() == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_of_a_page_exists(page):
+    in_folders = re.findall(r"(?<![\w/.-])((?:forge|tests|configs|benchmarks|\.ci)/[\w./-]*)", PAGES[page])
+    at_the_root = re.findall(r"(?<![\w/.*-])([\w-]+\.(?:py|toml|md|txt))\b", PAGES[page])
+    named = {name.rstrip(".") for name in in_folders} | set(at_the_root) - FILES_OF_A_RUN
+    assert named and [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_test_of_a_page_exists(page):
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", PAGES[page])
+    assert [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_dotted_name_of_a_page_can_be_imported(page):
+    named = set(re.findall(r"`(forge(?:\.\w+)+)`", PAGES[page]))
+    assert [name for name in sorted(named) if pydoc.locate(name) is None] == []
+
+
+def test_every_part_of_forge_is_in_the_picture_of_the_layers():
+    picture = PAGES["ARCHITECTURE.md"].partition("## One step")[0]
+    parts = [p for p in (ROOT / "forge").iterdir() if p.is_dir() or p.suffix == ".py"]
+    parts = [p for p in parts if p.name not in ("__pycache__", "__init__.py")]
+    assert [p.name for p in parts if f"forge/{p.name}" not in picture] == []
