@@ -13,6 +13,7 @@ from forge.distributed.mesh import Mesh
 from forge.distributed.pipeline import Stages, build_stages
 from forge.distributed.shards import local_part, shard_of
 from forge.distributed.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from forge.errors import ConfigError
 from forge.model import Transformer
 from forge.model.init import init_tensor
 from forge.model.recompute import apply_activation_checkpointing, compile_blocks
@@ -21,7 +22,7 @@ from forge.model.recompute import apply_activation_checkpointing, compile_blocks
 def parallelize(
     model: Transformer, config: JobConfig, mesh: Mesh | None, *, compute_dtype: torch.dtype, param_dtype: torch.dtype
 ) -> None:
-    """CP, EP, TP, activation checkpointing, compilation, FSDP2, in this order, in place; without a mesh the local ones."""
+    """CP, EP, TP, recomputation, compilation, FSDP2, in this order and in place; without a mesh the local ones."""
     if mesh is not None:
         apply_context_parallel(model, config.train.seq_len, mesh)
         apply_expert_parallel(model, mesh)
@@ -31,6 +32,11 @@ def parallelize(
     if config.train.activation_checkpointing != "none":
         apply_activation_checkpointing(model)
     if config.train.compile:
+        if config.model.moe.n_experts and compute_dtype == torch.float32:
+            raise ConfigError(
+                "train.compile = true: torch compiles the grouped product of experts in bf16 only: set train.precision"
+                " = bf16, or leave compile off"
+            )
         compile_blocks(model)
     if mesh is not None:
         model.to(param_dtype)
