@@ -17,12 +17,11 @@ check: $(VENV)/installed
 	$(BIN)/mypy
 
 bench: $(VENV)/installed
-	$(BIN)/pip install -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -c constraints.txt -e '.[dev,bench]'
 	touch $@
 
 clean:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from benchmarks.memory import peak_memory
 from benchmarks.profiling import profile_step
@@ -35,6 +35,8 @@ class Options:
     """Where to run; auto = the first CUDA device, else the CPU."""
     out: str = str(Path(__file__).parent / "results")
     """Folder for <host kind>.md, .json and .png; a single regime's files carry its name too."""
+    compile: bool = False
+    """forge with train.compile, block by block; the peer stays as its plain loop has it."""
     profile: bool = False
     """Print the operators of one forge step by their own time, and time nothing."""
 
@@ -45,11 +47,13 @@ def main(argv: Sequence[str]) -> int:
         options = parse(Options, argv, prog="python -m benchmarks")
         device = _device(options.device)
         chosen = [r for r in regimes_for(device) if options.regime in ("all", r.name.replace(" ", "-"))]
+        chosen = [evolve(regime, compiled=options.compile) for regime in chosen]
         if options.profile:
             for regime in chosen:
                 print(f"one forge step, {regime.name}:\n{profile_step(regime, device)}")
             return 0
         name = "" if options.regime == "all" else f".{options.regime}"
+        name += ".compiled" if options.compile else ""
         run(chosen, device, options.repeats, Path(options.out), name)
     except ForgeError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -73,6 +77,8 @@ def run(regimes: Sequence[Regime], device: Device, repeats: int | None, out: Pat
     except OSError as error:
         raise RunError(f"{out}: cannot be made: {error.strerror}; choose another --out") from None
     host, say = describe_host(device), _progress()
+    compiled = any(regime.compiled for regime in regimes)
+    host["forge"] = "train.compile = true, block by block" if compiled else "eager"
     results = [_measure(regime, device, repeats or regime.repeats, say) for regime in regimes]
     print(to_markdown(results, host))
     for line in write_report(results, host, out, host["kind"] + name):

@@ -28,6 +28,7 @@ class Regime:
     speed_target: float  # forge's tokens/s over the peer's, at least
     memory_target: float | None = None  # forge's peak memory over the peer's, at most
     gemm_target: float | None = None  # forge's FLOP/s over the GEMM rate, at least
+    compiled: bool = False  # forge with train.compile, the peer as it is
 
     @property
     def tokens(self) -> int:
@@ -74,6 +75,7 @@ def job_config(regime: Regime, device: Device, precision: Precision) -> JobConfi
             micro_batch_size=regime.batch,
             device=device,
             precision=precision,
+            compile=regime.compiled,
             grad_clip_norm=1.0,
         ),
         optimizer=AdamW(),

@@ -54,7 +54,7 @@ class TrainConfig:
     """Longest global gradient norm; unset = no clipping."""
     loss: Literal["fused", "chunked", "plain"] = field(default="fused", validator=one_of("fused", "chunked", "plain"))
     """fused makes the gradient chunk by chunk, without the logits; plain can be differentiated again and again."""
-    loss_chunk_size: int = field(default=1024, validator=integer(least=1))
+    loss_chunk_size: int = field(default=512, validator=integer(least=1))
     """Tokens a chunk of the fused and chunked loss."""
     z_loss_weight: float = field(default=0.0, validator=number(least=0))
     """Weight of logsumexp(logits)^2 over target tokens (PaLM 2022, sec. 5: 1e-4)."""

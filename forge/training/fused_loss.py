@@ -93,8 +93,9 @@ class _FusedLosses(Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, hidden, weight = ctx.saved_tensors
-        # Compiled code has no second derivative to refuse, and Dynamo cannot trace one Function inside another.
-        scale = _scale if torch.compiler.is_compiling() else _Scale.apply
+        # Without a graph of the backward pass there is no second derivative to refuse; compiled code has none either,
+        # and Dynamo cannot trace one Function inside another.
+        scale = _Scale.apply if torch.is_grad_enabled() and not torch.compiler.is_compiling() else _scale
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         return (
             scale(grad_total, grad_hidden, hidden, weight) if needs_hidden else None,
@@ -151,34 +152,39 @@ def _forward_and_gradient(
     total = hidden.new_zeros((), dtype=torch.float32)
     ce, squared_lse = hidden.new_zeros(2, tokens, dtype=torch.float32)
     grad_hidden = torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0)
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else weight.new_empty(0)
+    grad_weight: Tensor | None = None
     low = hidden.is_cuda and hidden.dtype != torch.float32
     head = weight if low else weight.float()
-    # One pair of buffers for all chunks: fresh ones would cost a page fault for every 4 KiB of logits.
-    logits_buffer, log_probs_buffer = hidden.new_empty(2, min(chunk, tokens), vocab, dtype=torch.float32)
+    # One set of buffers for all chunks: fresh ones would cost a page fault for every 4 KiB of logits.
+    in_place = not (hidden.is_cuda or options.logit_softcap or torch.compiler.is_compiling())
+    logits_buffer = hidden.new_empty(min(chunk, tokens), vocab, dtype=torch.float32)
+    probs_buffer = logits_buffer if in_place else torch.empty_like(logits_buffer)
     for start in range(0, tokens, chunk):
         rows = slice(start, min(start + chunk, tokens))
         states = hidden[rows] if low else hidden[rows].float()
-        logits = _mm(states, head.T, logits_buffer[: states.shape[0]])
+        logits = matmul_fp32(states, head.T, logits_buffer[: states.shape[0]])
         logits = soft_cap(logits, options.logit_softcap)
         target = labels[rows] != IGNORE
         at = labels[rows].where(target, 0).unsqueeze(-1)
-        log_probs = torch.log_softmax(logits, dim=-1, out=log_probs_buffer[: states.shape[0]])
-        nll = -log_probs.gather(-1, at).squeeze(-1)
+        at_target, smooth = logits.gather(-1, at).squeeze(-1), options.label_smoothing
+        mean_logit = logits.mean(dim=-1) if smooth else at_target
+        if in_place:
+            probs, nll = _softmax_in_place(logits, at, at_target, states, head)
+        else:
+            log_probs = torch.log_softmax(logits, dim=-1, out=probs_buffer[: states.shape[0]])
+            nll = -log_probs.gather(-1, at).squeeze(-1)
+            probs = log_probs.exp_()
         ce[rows] = nll.where(target, 0.0)
-        loss = ce[rows].sum()
-        smooth = options.label_smoothing
-        if smooth or options.z_loss_weight:
-            lse = logits.gather(-1, at).squeeze(-1) + nll
+        loss, lse = ce[rows].sum(), at_target + nll
         if smooth:
-            loss = (1 - smooth) * loss + smooth * (lse - logits.mean(dim=-1)).where(target, 0.0).sum()
+            loss = (1 - smooth) * loss + smooth * (lse - mean_logit).where(target, 0.0).sum()
         if options.z_loss_weight:
             squared_lse[rows] = lse.square().where(target, 0.0)
             loss = loss + options.z_loss_weight * squared_lse[rows].sum()
         total += loss
         if not (wants_hidden or wants_weight):
             continue
-        gradient = log_probs.exp_()  # of the total in the logits: p (1 + 2 z lse) - smoothed target
+        gradient = probs  # of the total in the logits: p (1 + 2 z lse) - smoothed target
         if options.z_loss_weight:
             gradient *= (1 + 2 * options.z_loss_weight * lse).unsqueeze(-1)
         if smooth:
@@ -191,19 +197,40 @@ def _forward_and_gradient(
         if wants_hidden:
             grad_hidden[rows] = torch.where(target, gradient @ head, 0.0)
         if wants_weight:
-            grad_weight = _add_mm(grad_weight, gradient.T, torch.where(target, states, 0.0))
+            grad_weight = add_mm(grad_weight, gradient.T, torch.where(target, states, 0.0))
+    if grad_weight is None:
+        grad_weight = torch.zeros_like(weight) if wants_weight else weight.new_empty(0)
     return total, ce, squared_lse, grad_hidden, grad_weight.to(weight.dtype)
 
 
-def _mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+def _softmax_in_place(
+    logits: Tensor, at: Tensor, at_target: Tensor, states: Tensor, head: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Overwrite logits (n, V) by their softmax; also -log p of the targets (n,), exact where p underflows too.
+
+    Half the passes of log_softmax and exp, and no second buffer. On the CPU only: it reads a value back.
+    """
+    probs = torch.softmax(logits, dim=-1, out=logits)
+    p = probs.gather(-1, at).squeeze(-1)
+    nll = -p.log()
+    far = (p < 1e-30).nonzero().squeeze(-1)
+    if far.numel():  # logsumexp from the likeliest word instead, whose p is at least 1 / V
+        top, best = probs[far].max(dim=-1)
+        nll[far] = (states[far] * head[best]).sum(dim=-1) - top.log() - at_target[far]
+    return probs, nll
+
+
+def matmul_fp32(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     """left @ right into fp32 `out`; low precision only on CUDA, whose products can accumulate into fp32."""
     if left.dtype == torch.float32:
         return torch.mm(left, right, out=out)
     return torch.mm(left, right, out_dtype=torch.float32, out=out)
 
 
-def _add_mm(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """total + left @ right, fp32."""
+def add_mm(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total + left @ right, fp32; None is zero."""
+    if total is None:
+        return torch.mm(left, right) if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
     if left.dtype == torch.float32:
         return total.addmm_(left, right)
     return total.add_(torch.mm(left, right, out_dtype=torch.float32))

@@ -15,13 +15,13 @@ from typing import Literal, NamedTuple
 import torch
 from attrs import evolve
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from forge.model.block import BlockOutput
 from forge.pytree import PyTree, tree_add
 from forge.training.extras import router_bias
 from forge.training.loss import LossFn, LossSums, check_labels, count_targets
 from forge.training.state import Batch
+from forge.training.substitute import build_substitute
 
 Params = dict[str, Tensor]
 ValueAndGrad = Callable[[Params, PyTree, Batch], tuple[LossSums, Params]]
@@ -107,11 +107,11 @@ def _with_routers(sums: LossSums, blocks: list[BlockOutput], weight: Tensor) -> 
 
 
 def _build_objective(model: nn.Module, loss_fn: LossFn, compute_dtype: torch.dtype) -> Objective:
-    run = Run(model)
+    run, substitute = Run(model), build_substitute(model)
 
     def objective(params: Params, micro: Micro, then: Callable[[Tensor], None]) -> LossSums:
-        substituted = {f"model.{name}": p.to(compute_dtype) for name, p in params.items()}
-        return functional_call(run, substituted, (micro, loss_fn, then))
+        with substitute({name: p.to(compute_dtype) for name, p in params.items()}):
+            return run(micro, loss_fn, then)
 
     return objective
 

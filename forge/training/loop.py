@@ -59,7 +59,7 @@ def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> Train
             state, result = _one_step(state, step, loop)
             step += 1
             final = step == loop.config.train.steps
-            _report(step, result, loop, force=final)
+            _report(step, result, loop, force=final or step == 1)
             skips.note(result.skipped)
             stop = loop.runtime.any_rank(bool(interruption))
             if _due(step, loop.config.eval.interval, final):

@@ -85,11 +85,12 @@ def _build(losses: Losses, options: LossOptions, chunk: int, sources: int) -> Lo
     def loss_fn(hidden: Tensor, weight: Tensor, labels: Tensor, source_ids: Tensor | None = None) -> LossSums:
         found = losses(hidden.flatten(0, -2), weight, labels.flatten(), options, chunk)
         by_source = _by_source(found.ce.view_as(labels), labels, source_ids, sources) if sources else (None, None)
+        zero = found.ce.new_zeros(())
         return LossSums(
             total=found.total,
             ce=found.ce.sum(),
-            z=options.z_loss_weight * found.squared_lse.sum(),
-            aux=torch.zeros_like(found.total),
+            z=options.z_loss_weight * found.squared_lse.sum() if options.z_loss_weight else zero,
+            aux=zero,
             tokens=count_targets(labels),
             source_ce=by_source[0],
             source_tokens=by_source[1],

@@ -15,7 +15,7 @@ from torch.autograd.function import Function, FunctionCtx, once_differentiable
 
 from forge.data.batch import IGNORE
 from forge.model.head import soft_cap
-from forge.training.fused_loss import LossOptions, TokenLosses, _add_mm, _mm
+from forge.training.fused_loss import LossOptions, TokenLosses, add_mm, matmul_fp32
 
 
 def vocab_parallel_losses(
@@ -72,7 +72,7 @@ class _VocabParallelLosses(Function):
         for start in range(0, rows, chunk):
             here = slice(start, min(start + chunk, rows))
             states = hidden[here] if low else hidden[here].float()
-            logits = soft_cap(_mm(states, head.T, buffer[: states.shape[0]]), options.logit_softcap)
+            logits = soft_cap(matmul_fp32(states, head.T, buffer[: states.shape[0]]), options.logit_softcap)
             found = _chunk_losses(logits, labels[here], options, group, vocab_start)
             total += found.total
             ce[here], squared_lse[here] = found.ce, found.squared_lse
@@ -82,7 +82,7 @@ class _VocabParallelLosses(Function):
             if wants_hidden:
                 grad_hidden[here] = gradient @ head
             if wants_weight:
-                grad_weight = _add_mm(grad_weight, gradient.T, states)
+                grad_weight = add_mm(grad_weight, gradient.T, states)
         return total, ce, squared_lse, grad_hidden, grad_weight.to(weight.dtype)
 
     @staticmethod

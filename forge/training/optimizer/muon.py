@@ -16,6 +16,9 @@ from forge.training.optimizer.core import Optimizer, Params, gated, keep_unless,
 from forge.training.optimizer.newton_schulz import orthogonalise
 from forge.training.optimizer.roles import Role, decayed_names
 
+BATCH_ELEMENTS = 2**24
+"""Elements of matrices that are orthogonalised in one batch, at most."""
+
 OrthogonalSteps = Callable[[Params, Muon], Params]
 """(momenta, config) -> orthogonalised and scaled updates, by name."""
 
@@ -91,11 +94,26 @@ def orthogonal_steps(momenta: Params, config: Muon) -> Params:
         by_shape[tuple(momentum.shape[-2:])].append(name)
     steps: Params = {}
     for shape, names in by_shape.items():
-        stacks = [momenta[name].reshape(-1, *shape) for name in names]
-        orthogonal = orthogonalise(torch.cat(stacks), config.ns_steps) * muon_scale(shape, config.scaling)
-        for name, part in zip(names, orthogonal.split([len(stack) for stack in stacks]), strict=True):
-            steps[name] = part.view_as(momenta[name])
+        scale = muon_scale(shape, config.scaling)
+        for batch in _batches(names, momenta):
+            stacks = [momenta[name].reshape(-1, *shape) for name in batch]
+            orthogonal = orthogonalise(torch.cat(stacks), config.ns_steps) * scale
+            for name, part in zip(batch, orthogonal.split([len(stack) for stack in stacks]), strict=True):
+                steps[name] = part.view_as(momenta[name])
     return steps
+
+
+def _batches(names: list[str], momenta: Params) -> list[list[str]]:
+    """Cut a list where its matrices exceed BATCH_ELEMENTS: large ones gain nothing from batching, and cost memory."""
+    batches: list[list[str]] = []
+    room = 0
+    for name in names:
+        room -= momenta[name].numel()
+        if room < 0:
+            batches.append([])
+            room = BATCH_ELEMENTS - momenta[name].numel()
+        batches[-1].append(name)
+    return batches
 
 
 def muon_scale(shape: tuple[int, ...], scaling: str) -> float:
