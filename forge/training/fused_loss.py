@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from attrs import frozen
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import Function, FunctionCtx
 from torch.nn import functional as F
 
@@ -156,7 +156,8 @@ def _forward_and_gradient(
     low = hidden.is_cuda and hidden.dtype != torch.float32
     head = weight if low else weight.float()
     # One set of buffers for all chunks: fresh ones would cost a page fault for every 4 KiB of logits.
-    in_place = not (hidden.is_cuda or options.logit_softcap or torch.compiler.is_compiling())
+    real = type(hidden) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()  # has values to read
+    in_place = real and not hidden.is_cuda and options.logit_softcap is None
     logits_buffer = hidden.new_empty(min(chunk, tokens), vocab, dtype=torch.float32)
     probs_buffer = logits_buffer if in_place else torch.empty_like(logits_buffer)
     for start in range(0, tokens, chunk):

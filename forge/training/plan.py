@@ -159,7 +159,7 @@ def _saved_bytes(config: JobConfig, parts: Parts) -> int:
 
 
 def _logit_bytes(config: JobConfig) -> int:
-    """Two fp32 buffers of one chunk of logits, or of all of them for the plain loss."""
+    """At most two fp32 buffers of one chunk of logits, or of all of them for the plain loss."""
     tokens = config.train.micro_batch_size * config.train.seq_len
     rows = tokens if config.train.loss == "plain" else min(tokens, config.train.loss_chunk_size)
     return 2 * 4 * rows * config.model.vocab_size
