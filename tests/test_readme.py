@@ -26,7 +26,7 @@ PAGES = {
 README = PAGES["README.md"]
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 SECTIONS = "model|train|optimizer|scheduler|data|eval|distributed|checkpoint|metrics|profiling"
-FLAGS_OF_OTHERS = {"--nproc-per-node", "--logdir", "--lf", "--check"}  # of tensorboard, pytest, ruff
+FLAGS_OF_OTHERS = {"--compile", "--nproc-per-node", "--logdir", "--lf", "--check"}  # of tensorboard, pytest, ruff
 FILES_OF_A_RUN = {"config.toml"}
 
 
