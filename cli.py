@@ -17,6 +17,7 @@ from attrs import field, frozen
 from forge.config.checks import integer, number, optional
 from forge.config.flags import parse, parse_job, pop_flag
 from forge.errors import ConfigError, ForgeError, did_you_mean
+from forge.logging import process_rank
 
 PRESET = Path(__file__).parent / "configs" / "tiny.toml"
 
@@ -169,12 +170,12 @@ def main(argv: Sequence[str]) -> int:
         command(rest)
         sys.stdout.flush()
     except ForgeError as error:
-        print("error:", " ".join(str(error).split("\n")), file=sys.stderr)
+        _complain(" ".join(str(error).split("\n")))
         return error.exit_status
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        print(f"error: out of memory: {_OUT_OF_MEMORY}", file=sys.stderr)
+        _complain(f"out of memory: {_OUT_OF_MEMORY}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -182,6 +183,12 @@ def main(argv: Sequence[str]) -> int:
         # `cli.py generate | head`: nobody reads any more, and nothing may be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _complain(message: str) -> None:
+    """One line on stderr; in a job of several processes it names the rank."""
+    rank = f" (rank {process_rank()})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    print(f"error{rank}: {message}", file=sys.stderr)
 
 
 _OUT_OF_MEMORY = "lower --train.micro-batch-size, or --train.activation-checkpointing full; see `cli.py plan`"

@@ -265,3 +265,10 @@ def test_no_file_offered_as_a_preset_gives_a_traceback(tiny_preset, content):
     preset = tiny_preset.with_name("noise.toml")
     preset.write_bytes(content)
     _plan_is_silent_or_one_line("--config", preset)
+
+
+def test_a_rank_names_itself_in_its_errors(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    assert cli.main(["--train.stpes", "4"]) == 2
+    assert capsys.readouterr().err.startswith("error (rank 3): unknown flag --train.stpes")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,12 +23,14 @@ from forge.config import (
     MetricsConfig,
     ModelConfig,
     TrainConfig,
+    save_config,
 )
 from forge.errors import Stopped
 from forge.training import run_training
 from forge.training.hooks import Hook
 from tests.distributed.ranks import run_ranks
 
+ROOT = Path(__file__).parent.parent.parent
 MODEL = ModelConfig(dim=32, n_layers=2, n_heads=2, vocab_size=257, max_seq_len=16, init_std=0.1)
 TRAIN = TrainConfig(steps=6, seq_len=16, global_batch_size=8, micro_batch_size=2)
 
@@ -90,3 +95,17 @@ def test_a_run_on_two_ranks_is_the_run_of_one_and_goes_on_at_any_size(tmp_path):
     run_training(evolve(moved, train=evolve(TRAIN, steps=5)))
     assert run_ranks(_runs, 2, [moved], None) == [[6], [6]]
     assert _curve(moved) == pytest.approx(_curve(alone), rel=1e-4)
+
+
+def test_the_command_line_under_torchrun_trains_and_names_the_rank_of_a_mistake(tmp_path):
+    job = _job(tmp_path, "run")
+    save_config(job, tmp_path / "job.toml")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "cli.py"]
+    launch += ["--config", str(tmp_path / "job.toml"), "--distributed.tp", "2"]
+    trained = subprocess.run(
+        [*launch, "--model.vocab-size", "258"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stdout.count("done: ") == 1 and list(_curve(job)) == [1, 2, 3, 4, 5, 6]
+    refused = subprocess.run(launch, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert refused.returncode != 0 and re.search(r"error \(rank [01]\): .*257", refused.stderr), refused.stderr
