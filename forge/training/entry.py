@@ -22,7 +22,6 @@ from forge.checkpoint import (
 from forge.config import JobConfig, load_config, save_config
 from forge.data import prefetch, prepared, share_of
 from forge.errors import CheckpointError, RunError, Stopped
-from forge.logging import get_logger, process_rank
 from forge.metrics import MetricsTracker, count_parameters
 from forge.resilience import catch_signals, lock_run
 from forge.training.data_pipeline import DataPipeline, build_data_pipeline
@@ -37,8 +36,6 @@ from forge.training.runtime import Runtime, deterministic_kernels, open_runtime
 from forge.training.samples import sample_text
 from forge.training.state import TrainState
 from forge.training.step import TrainStep
-
-log = get_logger(__name__)
 
 
 def run_training(
@@ -64,7 +61,7 @@ def run_training(
         if runtime.leads:
             stack.enter_context(lock_run(run_dir))
         stack.enter_context(deterministic_kernels(config.train.deterministic))
-        saved = _find_checkpoint(config, run_dir)
+        saved = _find_checkpoint(config, run_dir, runtime)
         data = _data(config, runtime)
         parts = build_parts(config, runtime)
         state, notes = _start(config, parts, data, saved)
@@ -87,7 +84,7 @@ def run_training(
             batches=batches,
             step_at=(lambda _, state: (step_fn, state)) if step_fn is not None else step_for(config, parts),
             evaluate=_evaluation(parts, data),
-            save=_saving(config, run_dir, tracker, data, saver),
+            save=_saving(config, runtime, run_dir, tracker, data, saver),
             before_step=stack.enter_context(profile_window(config.profiling, run_dir / "profile")),
             tracker=tracker,
             hooks=runner,
@@ -114,10 +111,10 @@ def _data(config: JobConfig, runtime: Runtime) -> DataPipeline:
     return build_data_pipeline(config, rank=runtime.data_rank, ranks=runtime.data_ranks)
 
 
-def _find_checkpoint(config: JobConfig, run_dir: Path) -> Path | None:
+def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path | None:
     """The newest sound checkpoint of the run folder, if it fits the config."""
     root = run_dir / "checkpoints"
-    if process_rank() == 0:
+    if runtime.leads:
         remove_leftovers(root)
     saved = latest_sound(root)
     if saved is None:
@@ -171,7 +168,12 @@ def _evaluation(parts: Parts, data: DataPipeline) -> Callable[[TrainState], dict
 
 
 def _saving(
-    config: JobConfig, run_dir: Path, tracker: MetricsTracker, data: DataPipeline, saver: AsyncSaver | None
+    config: JobConfig,
+    runtime: Runtime,
+    run_dir: Path,
+    tracker: MetricsTracker,
+    data: DataPipeline,
+    saver: AsyncSaver | None,
 ) -> Callable[[TrainState, bool], Path]:
     root = run_dir / "checkpoints"
 
@@ -179,7 +181,7 @@ def _saving(
         return {"loss_ema": list(tracker.ema_state()), "data": data.fingerprint}
 
     def prune(_: Path) -> None:
-        if process_rank() == 0:
+        if runtime.leads:
             prune_checkpoints(root, config.checkpoint.keep_last_n, config.checkpoint.keep_every)
 
     def save(state: TrainState, final: bool) -> Path:

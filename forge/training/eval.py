@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from forge.errors import DataError
 from forge.model.block import BlockOutput
-from forge.pytree import PyTree, tree_add
+from forge.pytree import PyTree
 from forge.training.extras import router_bias
+from forge.training.grad import total_of
 from forge.training.loss import LossFn, LossSums, check_labels
 from forge.training.state import Batch
+from forge.training.substitute import build_substitute
 
 EvalStep = Callable[[dict[str, Tensor], PyTree, Batch], LossSums]
 
@@ -24,24 +25,27 @@ def build_eval_step(
 ) -> EvalStep:
     """`eval_step(params, extras, batch) -> LossSums` over all micro-batches; touches no state, RNG or module mode."""
 
+    substitute = build_substitute(model)
+
     @torch.no_grad()
     def eval_step(params: dict[str, Tensor], extras: PyTree, batch: Batch) -> LossSums:
         check_labels(batch.labels, vocab_size)
-        compute = {name: p.to(compute_dtype) for name, p in params.items()}
-        bias = router_bias(extras)
-        total: LossSums | None = None
-        for index in range(batch.labels.shape[0]):
-            micro = batch.micro(index)
-
-            def output(hidden: Tensor, weight: Tensor, _: list[BlockOutput], micro: Batch = micro) -> LossSums:
-                return loss_fn(hidden, weight, micro.labels, None)
-
-            sums = functional_call(model, compute, (micro.input_ids, micro.doc_ids), {"output": output, **bias})
-            total = sums if total is None else tree_add(total, sums)
-        assert total is not None
-        return total
+        with substitute({name: p.to(compute_dtype) for name, p in params.items()}):
+            return forward_sums(model, loss_fn, extras, batch)
 
     return eval_step
+
+
+def forward_sums(model: nn.Module, loss_fn: LossFn, extras: PyTree, batch: Batch) -> LossSums:
+    """Sums of all micro-batches under the parameters that the model holds now."""
+    sums = []
+    for micro in map(batch.micro, range(batch.labels.shape[0])):
+
+        def output(hidden: Tensor, weight: Tensor, _: list[BlockOutput], micro: Batch = micro) -> LossSums:
+            return loss_fn(hidden, weight, micro.labels, None)
+
+        sums.append(model(micro.input_ids, micro.doc_ids, output=output, **router_bias(extras)))
+    return total_of(sums)
 
 
 def run_eval(

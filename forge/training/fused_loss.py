@@ -185,15 +185,7 @@ def _forward_and_gradient(
         total += loss
         if not (wants_hidden or wants_weight):
             continue
-        gradient = probs  # of the total in the logits: p (1 + 2 z lse) - smoothed target
-        if options.z_loss_weight:
-            gradient *= (1 + 2 * options.z_loss_weight * lse).unsqueeze(-1)
-        if smooth:
-            gradient -= smooth / vocab
-        gradient.scatter_add_(-1, at, torch.full_like(at, -(1 - smooth), dtype=torch.float32))
-        if options.logit_softcap is not None:
-            gradient *= 1 - (logits / options.logit_softcap).square()
-        gradient = gradient.to(head.dtype)
+        gradient = logit_gradient(probs, logits, lse, at, torch.ones_like(at), vocab, options).to(head.dtype)
         target = target.unsqueeze(-1)  # masks the narrow factors: one pass over (rows, vocabulary) less
         if wants_hidden:
             grad_hidden[rows] = torch.where(target, gradient @ head, 0.0)
@@ -219,6 +211,29 @@ def _softmax_in_place(
         top, best = probs[far].max(dim=-1)
         nll[far] = (states[far] * head[best]).sum(dim=-1) - top.log() - at_target[far]
     return probs, nll
+
+
+def logit_gradient(
+    probs: Tensor, logits: Tensor, lse: Tensor, at: Tensor, here: Tensor, vocab: int | Tensor, options: LossOptions
+) -> Tensor:
+    """Of the total in the logits before their cap, p (1 + 2 z lse) - smoothed target; overwrites `probs` (n, V).
+
+    Args:
+        logits: fp32 (n, V), capped; read only where there is a cap.
+        lse: fp32 (n,).
+        at: int64 (n, 1), the target's column.
+        here: (n, 1), 1 where that column is among these, else 0.
+        vocab: words of the whole vocabulary.
+    """
+    smooth = options.label_smoothing
+    if options.z_loss_weight:
+        probs *= (1 + 2 * options.z_loss_weight * lse).unsqueeze(-1)
+    if smooth:
+        probs -= smooth / vocab
+    probs.scatter_add_(-1, at, here * -(1.0 - smooth))
+    if options.logit_softcap is not None:
+        probs *= 1 - (logits / options.logit_softcap).square()
+    return probs
 
 
 def matmul_fp32(left: Tensor, right: Tensor, out: Tensor) -> Tensor:

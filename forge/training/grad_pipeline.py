@@ -18,18 +18,23 @@ from torch.distributed import pipelining
 
 from forge.config import PipelineSchedule
 from forge.distributed.context_parallel import shard_sequence
-from forge.distributed.fsdp import fsdp_modules
 from forge.distributed.mesh import Mesh
 from forge.distributed.pipeline import Stages, sum_tied_gradients
-from forge.distributed.shards import local_part
 from forge.model import Transformer
 from forge.model.block import BlockOutput
 from forge.pytree import PyTree
 from forge.training.eval import EvalStep
 from forge.training.extras import router_bias
-from forge.training.grad import Micro, Params, ValueAndGrad, detached, micro_batches, total_of
-from forge.training.grad_sharded import all_reduce_sums, bind, refuse_transforms, shares, take_gradients
-from forge.training.loss import LossFn, LossSums, check_labels, count_targets
+from forge.training.grad import Micro, Params, ValueAndGrad, detached, total_of
+from forge.training.grad_sharded import (
+    all_reduce_sums,
+    bind,
+    lent,
+    refuse_transforms,
+    shared_micro_batches,
+    take_gradients,
+)
+from forge.training.loss import LossFn, LossSums, check_labels
 from forge.training.state import Batch
 
 Call = Callable[..., Tensor]
@@ -53,8 +58,8 @@ class _Pipe:
         return next(self.stages.parameters()).device
 
     def hidden_shape(self, batch: Batch) -> tuple[int, int, int]:
-        """Of what travels between stages, for a batch that context parallelism has cut already."""
-        _, sequences, tokens = batch.input_ids.shape
+        """Of what travels between stages, for a micro-batch that context parallelism has cut already."""
+        sequences, tokens = batch.input_ids.shape
         return sequences, tokens // self.mesh.size("tp"), self.stages.config.dim
 
     def reduced(self, parts: list[LossSums]) -> LossSums:
@@ -123,13 +128,10 @@ def build_pipeline_value_and_grad(
         refuse_transforms(batch)
         check_labels(batch.labels, vocab_size)
         bind(own, params, trainable)
-        batch = shard_sequence(batch, mesh.rank("cp"), mesh.size("cp"))
-        targets = count_targets(batch.labels)
-        dist.all_reduce(targets, group=mesh.loss.get_group())
-        micros = micro_batches(batch, extras, targets, mesh.data_ranks * mesh.size("cp"))
-        shape = tuple(batch.input_ids.shape)
+        micros = shared_micro_batches(batch, extras, mesh)
+        shape = (len(micros), *micros[0].batch.input_ids.shape)
         if shape not in runners:
-            runners[shape] = _build_runner(pipe, schedule, shape[0], pipe.hidden_shape(batch))
+            runners[shape] = _build_runner(pipe, schedule, len(micros), pipe.hidden_shape(micros[0].batch))
         sums: list[LossSums] = []
         with torch.enable_grad():
             runners[shape]([_training_calls(pipe, stage, micros, sums) for stage in stages.transformers])
@@ -249,14 +251,8 @@ def build_pipeline_eval_step(
     @torch.no_grad()
     def eval_step(params: Params, extras: PyTree, batch: Batch) -> LossSums:
         check_labels(batch.labels, vocab_size)
-        before = {name: local_part(p.detach()).clone() for name, p in own.items() if not shares(p, params[name])}
-        bind(own, params, None)
-        batch = shard_sequence(batch, mesh.rank("cp"), mesh.size("cp"))
-        sums = _forward_only(pipe, extras, batch)
-        for module in fsdp_modules(stages):
-            module.reshard()  # parameters stay gathered until a backward pass, which does not come
-        for name, part in before.items():
-            local_part(own[name].detach()).copy_(part)
+        with lent(stages, own, params):
+            sums = _forward_only(pipe, extras, shard_sequence(batch, mesh.rank("cp"), mesh.size("cp")))
         return pipe.reduced(sums)
 
     return eval_step
@@ -266,7 +262,7 @@ def _forward_only(pipe: _Pipe, extras: PyTree, batch: Batch) -> list[LossSums]:
     """Every micro-batch through the stages here, one after the other; the last stage's sums."""
     group, sums = pipe.mesh.group("pp"), []
     sent: list[tuple[Tensor, Any]] = []  # a message and its handle, alive until it has arrived
-    shape, ranks = pipe.hidden_shape(batch), group.size()
+    shape, ranks = pipe.hidden_shape(batch.micro(0)), group.size()
     for micro in map(batch.micro, range(batch.labels.shape[0])):
         for stage, index in zip(pipe.stages.transformers, pipe.stages.indices, strict=True):
             hidden = None

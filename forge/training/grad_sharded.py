@@ -6,11 +6,12 @@ each leaf of `params` must share the module's storage; where one does not, it is
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
 from forge.distributed.context_parallel import shard_sequence
@@ -19,11 +20,10 @@ from forge.distributed.mesh import Mesh
 from forge.distributed.shards import local_part
 from forge.errors import ConfigError
 from forge.model import Transformer
-from forge.model.block import BlockOutput
 from forge.pytree import PyTree
-from forge.training.eval import EvalStep
-from forge.training.extras import router_bias
+from forge.training.eval import EvalStep, forward_sums
 from forge.training.grad import (
+    Micro,
     Params,
     Run,
     ValueAndGrad,
@@ -60,10 +60,7 @@ def build_sharded_value_and_grad(
         refuse_transforms(batch)
         check_labels(batch.labels, vocab_size)
         bind(own, params, trainable)
-        batch = shard_sequence(batch, mesh.rank("cp"), mesh.size("cp"))
-        targets = count_targets(batch.labels)
-        dist.all_reduce(targets, group=mesh.loss.get_group())
-        micros = micro_batches(batch, extras, targets, mesh.data_ranks * mesh.size("cp"))
+        micros = shared_micro_batches(batch, extras, mesh)
         sums: list[LossSums] = []
         for index, micro in enumerate(micros):
             with maybe_no_sync(model, index, len(micros)), torch.enable_grad():
@@ -83,24 +80,33 @@ def build_sharded_eval_step(model: Transformer, loss_fn: LossFn, *, mesh: Mesh, 
     @torch.no_grad()
     def eval_step(params: Params, extras: PyTree, batch: Batch) -> LossSums:
         check_labels(batch.labels, vocab_size)
-        before = {name: local_part(p.detach()).clone() for name, p in own.items() if not shares(p, params[name])}
-        bind(own, params, None)
-        batch = shard_sequence(batch, mesh.rank("cp"), mesh.size("cp"))
-        sums = []
-        for index in range(batch.labels.shape[0]):
-            micro = batch.micro(index)
-
-            def output(hidden: Tensor, weight: Tensor, _: list[BlockOutput], micro: Batch = micro) -> LossSums:
-                return loss_fn(hidden, weight, micro.labels, None)
-
-            sums.append(model(micro.input_ids, micro.doc_ids, output=output, **router_bias(extras)))
-        for module in fsdp_modules(model):
-            module.reshard()  # the root keeps what it gathered until a backward pass, which does not come
-        for name, part in before.items():
-            local_part(own[name].detach()).copy_(part)
-        return all_reduce_sums(total_of(sums), mesh.loss.get_group())
+        with lent(model, own, params):
+            sums = forward_sums(model, loss_fn, extras, shard_sequence(batch, mesh.rank("cp"), mesh.size("cp")))
+        return all_reduce_sums(sums, mesh.loss.get_group())
 
     return eval_step
+
+
+def shared_micro_batches(batch: Batch, extras: PyTree, mesh: Mesh) -> list[Micro]:
+    """This rank's micro-batches, cut over cp, their targets counted over the global batch."""
+    batch = shard_sequence(batch, mesh.rank("cp"), mesh.size("cp"))
+    targets = count_targets(batch.labels)
+    dist.all_reduce(targets, group=mesh.loss.get_group())
+    return micro_batches(batch, extras, targets, mesh.data_ranks * mesh.size("cp"))
+
+
+@contextmanager
+def lent(module: nn.Module, own: Params, params: Params) -> Generator[None, None, None]:
+    """Let a module compute forward passes with `params`, and have its own parameters back afterwards."""
+    before = {name: local_part(p.detach()).clone() for name, p in own.items() if not shares(p, params[name])}
+    bind(own, params, None)
+    try:
+        yield
+    finally:
+        for sharded in fsdp_modules(module):
+            sharded.reshard()  # what was gathered is kept until a backward pass, which does not come
+        for name, part in before.items():
+            local_part(own[name].detach()).copy_(part)
 
 
 def shares(parameter: Tensor, given: Tensor) -> bool:
@@ -144,8 +150,8 @@ def refuse_transforms(batch: Batch) -> None:
     """
     if torch._C._functorch.maybe_current_level() is not None or _is_wrapped(batch.labels):
         raise ConfigError(
-            "torch.func transforms do not go through FSDP2's hooks: build the seam with build_value_and_grad on one"
-            " process, or with the functional sharding builder"
+            "torch.func transforms do not go through FSDP2's hooks: build the seam with build_value_and_grad, on one"
+            " process"
         )
 
 

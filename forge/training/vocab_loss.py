@@ -15,7 +15,7 @@ from torch.autograd.function import Function, FunctionCtx, once_differentiable
 
 from forge.data.batch import IGNORE
 from forge.model.head import soft_cap
-from forge.training.fused_loss import LossOptions, TokenLosses, add_mm, matmul_fp32
+from forge.training.fused_loss import LossOptions, TokenLosses, add_mm, logit_gradient, matmul_fp32
 
 
 def vocab_parallel_losses(
@@ -142,16 +142,10 @@ def _chunk_losses(
 
 
 def _gradient(logits: Tensor, labels: Tensor, options: LossOptions, found: _ChunkLosses, vocab_start: int) -> Tensor:
-    """Of the total in this rank's columns before their cap, p (1 + 2 z lse) - smoothed target, fp32 (n, V_local)."""
+    """`logit_gradient` in this rank's columns, zero where the label is ignored, fp32 (n, V_local)."""
     at, owned = _columns(labels, vocab_start, logits.shape[1])
-    gradient = torch.exp(logits - found.lse.unsqueeze(-1))
-    if options.z_loss_weight:
-        gradient *= (1 + 2 * options.z_loss_weight * found.lse).unsqueeze(-1)
-    if options.label_smoothing:
-        gradient -= options.label_smoothing / found.vocab
-    gradient.scatter_add_(-1, at, (owned * -(1 - options.label_smoothing)).unsqueeze(-1))
-    if options.logit_softcap is not None:
-        gradient *= 1 - (logits / options.logit_softcap).square()
+    probs = torch.exp(logits - found.lse.unsqueeze(-1))
+    gradient = logit_gradient(probs, logits, found.lse, at, owned.unsqueeze(-1), found.vocab, options)
     return gradient.mul_((labels != IGNORE).unsqueeze(-1))
 
 
