@@ -62,16 +62,26 @@ class Generate(RunFolder):
 
 @frozen
 class Prepare:
-    """Text to token shards: train.bin, eval.bin and manifest.json."""
+    """Text to token shards: train-00000.bin, ..., eval-00000.bin, ... and manifest.json."""
 
     path: str = "stdlib"
-    """A text file, a folder, a glob, or 'stdlib': Python's own source."""
+    """A file, folder or glob of text, JSON lines, Parquet or tokens; 'hf:NAME[:CONFIG[:SPLIT]]'; or 'stdlib'."""
     out: str = "data/prepared"
     """Folder to make; it must not exist."""
     tokenizer: str = "bytes"
     """'bytes', or the path of a tokenizer.json."""
     eval_fraction: float = field(default=0.02, validator=number(least=0, most=0.5))
     """Share of the documents held out."""
+    text_key: str = "text"
+    """Key or column of the text in JSON lines, Parquet and datasets."""
+    raw_dtype: Literal["auto", "uint16", "uint32"] = "auto"
+    """Of token files without a header; auto = 16 bits where the tokenizer's vocabulary fits."""
+    shard_tokens: int = field(default=100_000_000, validator=integer(least=1))
+    """Most tokens a file; a document is never cut."""
+    workers: int = field(default=0, validator=integer(least=0))
+    """Processes that tokenise where there is much to do; 0 = one a core."""
+    verify: str = ""
+    """A prepared folder to check against its checksums, instead of making one."""
 
 
 def train(argv: Sequence[str]) -> None:
@@ -115,16 +125,25 @@ def generate(argv: Sequence[str]) -> None:
 def prepare(argv: Sequence[str]) -> None:
     """Text to token shards."""
     args = parse(Prepare, argv, prog="cli.py prepare")
-    from forge.data import build_tokenizer
+    from forge.data import available_cores, build_tokenizer, verify
     from forge.data import prepare as prepare_folder
     from forge.training.progress import counting_progress
 
+    if args.verify:
+        with counting_progress("checking files") as progress:
+            files = verify(Path(args.verify), progress=progress).files
+        print(f"{args.verify}: sound, {len(files)} files of {sum(entry.tokens for entry in files.values())} tokens")
+        return
     with counting_progress("tokenising documents") as progress:
         manifest = prepare_folder(
             args.path,
             Path(args.out),
             build_tokenizer(args.tokenizer),
             eval_fraction=args.eval_fraction,
+            text_key=args.text_key,
+            raw_dtype=args.raw_dtype,
+            shard_tokens=args.shard_tokens,
+            workers=args.workers or available_cores(),
             progress=progress,
         )
     tokens = {split: sum(entry.tokens for entry in manifest.of(split).values()) for split in ("train", "eval")}

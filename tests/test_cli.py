@@ -62,7 +62,7 @@ def test_prepare_makes_a_folder_that_train_reads(preset):
     out = preset.parent / "prepared"
     status, said, _ = call("prepare", "--path", preset.parent / "text", "--out", out, "--eval-fraction", 0.2)
     assert status == 0 and f"--data.path {out}" in said
-    assert sorted(path.name for path in out.iterdir()) == ["eval.bin", "manifest.json", "train.bin"]
+    assert sorted(path.name for path in out.iterdir()) == ["eval-00000.bin", "manifest.json", "train-00000.bin"]
     status, said, _ = call("--config", preset, "--data.path", out, "--train.steps", 1)
     assert status == 0 and "[step 1] held out" in said
 

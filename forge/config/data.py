@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from attrs import field, frozen
 
-from forge.config.checks import boolean, integer, number, text
+from forge.config.checks import boolean, integer, number, one_of, text
 
 
 @frozen
@@ -16,9 +16,13 @@ class DataConfig:
     SECTION: ClassVar[str] = "data"
 
     path: str = field(default="stdlib", validator=text())
-    """A prepared folder, a text file, a folder or glob of text files, or 'stdlib': Python's own source."""
+    """A prepared folder; a file, folder or glob of text, JSON lines, Parquet or tokens; 'hf:NAME'; or 'stdlib'."""
     tokenizer: str = field(default="bytes", validator=text())
     """'bytes', or the path of a tokenizer.json."""
+    text_key: str = field(default="text", validator=text())
+    """Key or column of the text in JSON lines, Parquet and datasets."""
+    raw_dtype: Literal["auto", "uint16", "uint32"] = field(default="auto", validator=one_of("auto", "uint16", "uint32"))
+    """Of token files without a header; auto = 16 bits where the tokenizer's vocabulary fits."""
     eval_fraction: float = field(default=0.02, validator=number(least=0, most=0.5))
     """Share of the documents held out for evaluation."""
     isolate_documents: bool = field(default=True, validator=boolean())

@@ -12,17 +12,19 @@ from forge.data.batches import (
     open_dataset,
     share_of,
 )
-from forge.data.documents import find_documents
 from forge.data.manifest import FileEntry, Manifest, read_manifest
 from forge.data.order import permuted, permuted_array
 from forge.data.prefetch import prefetch
 from forge.data.prepare import prepare, prepared
-from forge.data.shard import Shard, open_raw, open_shard, write_shard
+from forge.data.shard import Shard, open_npy, open_raw, open_shard
 from forge.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, build_tokenizer
+from forge.data.verify import verify
+from forge.data.workers import available_cores
+from forge.data.writer import write_shard
 
 __all__ = [
     "IGNORE", "Batch", "ByteTokenizer", "EvalBatches", "FileEntry", "JsonTokenizer", "Manifest", "Shard",
-    "TokenDataset", "Tokenizer", "build_batch_at", "build_tokenizer", "check_vocab", "document_ids", "eval_batches",
-    "find_documents", "n_samples", "open_dataset", "open_raw", "open_shard", "permuted", "permuted_array", "prefetch",
-    "prepare", "prepared", "read_manifest", "share_of", "write_shard",
+    "TokenDataset", "Tokenizer", "available_cores", "build_batch_at", "build_tokenizer", "check_vocab", "document_ids",
+    "eval_batches", "n_samples", "open_dataset", "open_npy", "open_raw", "open_shard", "permuted", "permuted_array",
+    "prefetch", "prepare", "prepared", "read_manifest", "share_of", "verify", "write_shard",
 ]  # fmt: skip

@@ -17,7 +17,8 @@ from torch import Tensor
 from forge.data.batch import IGNORE, Batch
 from forge.data.manifest import Split, read_manifest
 from forge.data.order import permuted_array
-from forge.data.shard import Shard, open_shard
+from forge.data.raw import open_listed
+from forge.data.shard import Shard
 from forge.errors import ConfigError, DataError
 from forge.pytree import tree_map
 
@@ -83,17 +84,11 @@ def open_dataset(folder: Path, split: Split) -> TokenDataset:
     Raises:
         DataError: no prepared folder, nothing held out, or a file that is missing or damaged.
     """
-    folder = Path(folder)
-    entries = read_manifest(folder).of(split)
-    if not entries:
+    folder, manifest = Path(folder), read_manifest(folder)
+    names = manifest.of(split)
+    if not names:
         raise DataError(f"{folder}: holds no {split} data; prepare it again with data.eval_fraction > 0")
-    shards = tuple(open_shard(folder / name) for name in entries)
-    for entry, shard in zip(entries.values(), shards, strict=True):
-        if entry.tokens != shard.n_tokens:
-            raise DataError(
-                f"{shard.path}: {shard.n_tokens} tokens where the manifest says {entry.tokens}; prepare the data again"
-            )
-    return TokenDataset(folder, shards)
+    return TokenDataset(folder, tuple(open_listed(folder, name, manifest) for name in names))
 
 
 def check_vocab(dataset: TokenDataset, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Text documents: which files they are, and on which side of the train/held-out split each one falls."""
+"""Documents: which files hold them, and on which side of the train/held-out split each one falls."""
 
 from __future__ import annotations
 
@@ -6,48 +6,35 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
 
 from attrs import frozen
 
 from forge.errors import DataError
-from forge.logging import get_logger
 
 STDLIB = "stdlib"
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
+PARQUET = (".parquet",)
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-_WHOLE = slice(None)
-_log = get_logger(__name__)
 
 
 @frozen
 class Document:
-    """A text file, or the part of one: what one end-of-document token follows."""
+    """A text, and the name that decides its side of the split."""
 
-    path: Path
-    n_bytes: int  # of this part in UTF-8
-    part: slice = _WHOLE  # in characters
-
-    def text(self) -> str:
-        """The text, read now.
-
-        Raises:
-            DataError: the file is gone, or no longer UTF-8.
-        """
-        try:
-            return _read_text(self.path)[self.part]
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.path}: changed while it was prepared; start again") from error
+    name: str
+    text: str
 
 
 def find_documents(path: str) -> list[Path]:
-    """The text files that a path stands for, sorted by their name below `source_root`.
+    """The files of documents that a path stands for, sorted by their name below `source_root`.
 
     Args:
-        path: 'stdlib' (the sources of this Python's standard library, without tests), a file, a folder (its text files,
-            hidden ones left out, recursively), or a glob (`**` spans folders).
+        path: 'stdlib' (the sources of this Python's standard library, without tests), a file, a folder (its text, JSON
+            lines and Parquet files, hidden ones left out, recursively), or a glob (`**` spans folders).
 
     Raises:
         DataError: there is none.
@@ -56,15 +43,23 @@ def find_documents(path: str) -> list[Path]:
     if path == STDLIB:
         found = [file for file in _walk(root, _NOT_STDLIB.__contains__) if file.suffix == ".py"]
     elif given.is_dir():
-        found = [file for file in _walk(root, _is_hidden) if _is_text(file)]
+        found = [file for file in _walk(root, is_hidden) if file.name.endswith(JSON_LINES + PARQUET) or is_text(file)]
     elif given.exists():
         found = [given]
     else:
-        found = [Path(name) for name in glob.glob(str(given), recursive=True) if os.path.isfile(name)]
+        found = matches(path)
     if not found:
         what = "no text file in this folder" if given.is_dir() else "no such file or folder, and no glob that matches"
-        raise DataError(f"{path}: {what}; data.path is text, a folder or glob of text, a prepared folder, or 'stdlib'")
+        raise DataError(
+            f"{path}: {what}; data.path is a file, a folder or a glob of text, JSON lines, Parquet or tokens, 'hf:' and"
+            " a dataset's name, a prepared folder, or 'stdlib'"
+        )
     return sorted(found, key=lambda file: relative_name(file, root))
+
+
+def matches(path: str) -> list[Path]:
+    """The files that a glob matches."""
+    return [Path(name) for name in glob.glob(str(Path(path).expanduser()), recursive=True) if os.path.isfile(name)]
 
 
 def source_root(path: str) -> Path:
@@ -84,54 +79,41 @@ def relative_name(file: Path, root: Path) -> str:
     return Path(os.path.relpath(file, root)).as_posix()
 
 
-def readable_documents(files: Sequence[Path]) -> list[Document]:
-    """The files that hold UTF-8 text, as whole documents; empty ones are left out, others with one warning each."""
-    documents = []
-    for file in files:
-        try:
-            n_bytes = len(_read_text(file).encode())
-        except UnicodeDecodeError as error:
-            _log.warning("%s: not UTF-8 (byte %d), left out", file, error.start)
-            continue
-        if n_bytes:
-            documents.append(Document(file, n_bytes))
-    return documents
+def is_held_out(name: str, eval_fraction: float) -> bool:
+    """The side of a document, by a hash of its name: whatever the order, the machine, and the other documents."""
+    digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=6).digest()
+    return int.from_bytes(digest, "little") / 2**48 < eval_fraction
 
 
-def split_documents(
-    documents: Sequence[Document], root: Path, eval_fraction: float
-) -> tuple[list[Document], list[Document]]:
-    """(train, held out), by a hash of each document's name: whatever the order, the machine, and the other documents.
-
-    Both sides get at least one document where there are two; a single document is cut, its end held out.
-
-    Args:
-        eval_fraction: share of the documents held out; 0 = none.
-    """
-    if eval_fraction == 0:
-        return list(documents), []
-    if len(documents) == 1:
-        return _cut(documents[0], eval_fraction)
-    places = [_place(relative_name(document.path, root)) for document in documents]
-    # At least the lowest place is held out, and never the highest.
-    limit = min(max(eval_fraction, min(places) + 2**-48), max(places))
-    train = [document for document, place in zip(documents, places, strict=True) if place >= limit]
-    return train, [document for document, place in zip(documents, places, strict=True) if place < limit]
-
-
-def _place(name: str) -> float:
-    """A name's place in [0, 1), uniform over names."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little") / 2**48
-
-
-def _cut(document: Document, eval_fraction: float) -> tuple[list[Document], list[Document]]:
-    text = document.text()
-    if len(text) < 2:
-        return [document], []
+def cut(text: str, eval_fraction: float) -> tuple[str, str]:
+    """(train, held out) of a text that is the only one; each has a character where there are two."""
+    if eval_fraction == 0 or len(text) < 2:
+        return text, ""
     at = min(max(1, round(len(text) * (1 - eval_fraction))), len(text) - 1)
-    n_bytes = len(text[:at].encode())
-    train = Document(document.path, n_bytes, slice(0, at))
-    return [train], [Document(document.path, document.n_bytes - n_bytes, slice(at, None))]
+    return text[:at], text[at:]
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a folder's file or folder of this name is left out."""
+    return name.startswith(".") or name == "__pycache__"
+
+
+def is_text(file: Path) -> bool:
+    """Git's rule: a file with a zero byte among its first 8000 is not text."""
+    return b"\0" not in read_bytes(file, 8000)
+
+
+def read_bytes(file: Path, limit: int = -1) -> bytes:
+    """The content of a file, or its beginning.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with file.open("rb") as opened:
+            return opened.read(limit)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
 
 
 def _walk(root: Path, left_out: Callable[[str], bool]) -> Iterator[Path]:
@@ -140,24 +122,3 @@ def _walk(root: Path, left_out: Callable[[str], bool]) -> Iterator[Path]:
         inner[:] = [name for name in inner if not left_out(name)]
         files = (Path(folder, name) for name in names if not left_out(name))
         yield from (file for file in files if file.is_file())
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__pycache__"
-
-
-def _is_text(file: Path) -> bool:
-    """Git's rule: a file with a zero byte among its first 8000 is not text."""
-    return b"\0" not in _read(file, 8000)
-
-
-def _read_text(file: Path) -> str:
-    return _read(file).decode("utf-8")
-
-
-def _read(file: Path, limit: int = -1) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(limit)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror})") from error

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import cattrs
@@ -25,8 +26,11 @@ class FileEntry:
     split: Split
     tokens: int
     documents: int
-    bytes: int  # of text
-    sha256: str
+    bytes: int  # of text; 0 = not known
+    sha256: str  # of the file; where it is one of `raw`, what `forge.data.raw.digest` says
+    file: str = ""  # where it is, if not in the folder under its name
+    raw: str = ""  # what kind of file, if not one of forge's own: 'uint16', 'uint32' or 'npy'
+    start: int = 0  # the first of its tokens that is taken
 
 
 @frozen
@@ -67,8 +71,19 @@ def read_manifest(folder: Path) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of a folder and sync it to the disk."""
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(attrs.asdict(manifest), file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_json(folder / MANIFEST, attrs.asdict(manifest))
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """Write a file of JSON and sync it to the disk."""
+    with file.open("w", encoding="utf-8") as opened:
+        json.dump(value, opened, indent=2)
+        opened.write("\n")
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def file_digest(file: Path) -> str:
+    """The SHA-256 of a file."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

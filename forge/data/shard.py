@@ -6,24 +6,23 @@ index of the token after each end-of-document token).
 
 from __future__ import annotations
 
-import os
+import math
 import struct
-from array import array
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from attrs import field, frozen
 from numpy.typing import NDArray
 
+from forge.data.mapped import Numbers, map_file
 from forge.errors import DataError
 
 FORMAT_VERSION = 1
 
-_MAGIC = b"FORGETOK"
+MAGIC = b"FORGETOK"
 _HEADER = struct.Struct("<8sII5Q8x")  # magic, version, bytes a token, vocabulary, eod, tokens, documents, bytes of text
+HEADER_BYTES = _HEADER.size
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _RAW_DTYPES = {"uint16": _DTYPES[2], "uint32": _DTYPES[4]}
 
@@ -33,8 +32,8 @@ class Shard:
     """One token file, mapped into memory: opening costs nothing, reading costs what is read."""
 
     path: Path
-    tokens: NDArray[np.unsignedinteger] = field(eq=False, repr=False)  # (n_tokens,) uint16 or uint32
-    doc_ends: NDArray[np.uint64] = field(eq=False, repr=False)  # (n_documents,); empty where not recorded
+    tokens: Numbers = field(eq=False, repr=False)  # (n_tokens,) integers
+    doc_ends: Numbers = field(eq=False, repr=False)  # (n_documents,) uint64; empty where not recorded
     vocab_size: int
     eod_id: int
     n_bytes: int  # of the text before tokenisation; 0 = not known
@@ -54,8 +53,8 @@ class Shard:
         if not 0 <= start <= stop <= self.n_tokens:
             raise IndexError(f"tokens {start}..{stop} of {self.path}, which holds {self.n_tokens}")
         ids = self.tokens[start:stop].astype(np.int64)
-        if ids.size and ids.max() >= self.vocab_size:
-            at = int(np.argmax(ids >= self.vocab_size))
+        if ids.size and (ids.max() >= self.vocab_size or ids.min() < 0):
+            at = int(np.argmax((ids >= self.vocab_size) | (ids < 0)))
             raise DataError(
                 f"{self.path}: the token at offset {start + at} has id {ids[at]}, beyond the vocabulary of"
                 f" {self.vocab_size}: the file is damaged, of another dtype, or made with another tokenizer"
@@ -63,37 +62,15 @@ class Shard:
         return ids
 
 
-def write_shard(
-    path: Path, documents: Iterable[NDArray[np.int64]], *, vocab_size: int, eod_id: int, n_bytes: int = 0
-) -> Shard:
-    """Write documents, each followed by `eod_id`, one at a time; the file appears whole or not at all.
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """What holds a token of a vocabulary: 16 bits only where it is at most 65,536."""
+    return _DTYPES[2 if vocab_size <= 1 << 16 else 4]
 
-    Args:
-        documents: ids of one document each, (n,); an empty one is left out, an `eod_id` inside ends a document too.
-        vocab_size: every id is below it; tokens take 16 bits only where it is at most 65,536.
-        n_bytes: UTF-8 bytes of the text, 0 = not known.
 
-    Raises:
-        DataError: an id outside the vocabulary, or no document at all.
-    """
-    width = 2 if vocab_size <= 1 << 16 else 4
-    with _published(path) as file:
-        file.write(bytes(_HEADER.size))
-        n_tokens, ends = 0, array("Q")
-        for index, document in enumerate(documents):
-            if document.size == 0:
-                continue
-            _check_document(path, index, document, vocab_size)
-            ids = np.append(document, eod_id)
-            ends.extend((np.flatnonzero(ids == eod_id) + n_tokens + 1).tolist())
-            n_tokens += ids.size
-            file.write(ids.astype(_DTYPES[width]).tobytes())
-        if n_tokens == 0:
-            raise DataError(f"{path}: nothing to write, every document is empty")
-        file.write(np.frombuffer(ends, dtype=np.uint64).astype("<u8").tobytes())
-        file.seek(0)
-        file.write(_HEADER.pack(_MAGIC, FORMAT_VERSION, width, vocab_size, eod_id, n_tokens, len(ends), n_bytes))
-    return open_shard(path)
+def header(vocab_size: int, eod_id: int, n_tokens: int, n_documents: int, n_bytes: int) -> bytes:
+    """The first `HEADER_BYTES` of a token file."""
+    width = token_dtype(vocab_size).itemsize
+    return _HEADER.pack(MAGIC, FORMAT_VERSION, width, vocab_size, eod_id, n_tokens, n_documents, n_bytes)
 
 
 def open_shard(path: Path) -> Shard:
@@ -105,7 +82,7 @@ def open_shard(path: Path) -> Shard:
     path, size = Path(path), _size(path)
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
-    if not head.startswith(_MAGIC):
+    if not head.startswith(MAGIC):
         raise DataError(f"{path}: not a forge token file; make one with `cli.py prepare`")
     if len(head) < _HEADER.size:
         raise DataError(f"{path}: cut short within its header; prepare the data again")
@@ -118,10 +95,8 @@ def open_shard(path: Path) -> Shard:
     if size != expected:
         what = "cut short" if size < expected else "damaged"
         raise DataError(f"{path}: {size} bytes where its header promises {expected}: {what}; prepare the data again")
-    tokens = np.memmap(path, dtype=_DTYPES[width], mode="r", offset=_HEADER.size, shape=(n_tokens,))
-    ends: NDArray[np.uint64] = np.empty(0, np.uint64)
-    if n_documents:
-        ends = np.memmap(path, dtype="<u8", mode="r", offset=expected - n_documents * 8, shape=(n_documents,))
+    tokens = map_file(path, _DTYPES[width], _HEADER.size, n_tokens)
+    ends = map_file(path, np.dtype("<u8"), expected - n_documents * 8, n_documents)
     return Shard(path, tokens, ends, vocab_size, eod_id, n_bytes)
 
 
@@ -144,7 +119,32 @@ def open_raw(path: Path, dtype: str, vocab_size: int, eod_id: int) -> Shard:
     size, width = _size(path), _RAW_DTYPES[dtype].itemsize
     if size % width:
         raise DataError(f"{path}: {size} bytes are no whole number of {dtype} tokens: cut short, or of another dtype")
-    tokens = np.memmap(path, dtype=_RAW_DTYPES[dtype], mode="r")
+    tokens = map_file(path, _RAW_DTYPES[dtype], 0, size // width)
+    return Shard(path, tokens, np.empty(0, np.uint64), vocab_size, eod_id, 0)
+
+
+def open_npy(path: Path, vocab_size: int, eod_id: int) -> Shard:
+    """Map the tokens of a `.npy` file, rows after one another where it has rows.
+
+    Raises:
+        DataError: missing, empty, cut short, or not an array of integers of 16, 32 or 64 bits.
+    """
+    path, size = Path(path), _size(path)
+    with path.open("rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran_order, dtype = read(file)
+        except ValueError as error:
+            raise DataError(f"{path}: not a .npy file, or its header is damaged ({error})") from error
+        offset, length = file.tell(), math.prod(shape)
+    if dtype.kind not in "iu" or dtype.itemsize == 1 or (fortran_order and len(shape) > 1) or not length:
+        raise DataError(
+            f"{path}: an array of {dtype}, shape {shape}, is no row of tokens; write it as uint16 or uint32"
+        )
+    if size != offset + length * dtype.itemsize:
+        raise DataError(f"{path}: {size} bytes where its header promises {offset + length * dtype.itemsize}: cut short")
+    tokens = map_file(path, dtype, offset, length)
     return Shard(path, tokens, np.empty(0, np.uint64), vocab_size, eod_id, 0)
 
 
@@ -156,27 +156,3 @@ def _size(path: Path) -> int:
     if size == 0:
         raise DataError(f"{path}: the file is empty")
     return size
-
-
-def _check_document(path: Path, index: int, ids: NDArray[np.int64], vocab_size: int) -> None:
-    bad = (ids < 0) | (ids >= vocab_size)
-    if bad.any():
-        at = int(np.argmax(bad))
-        raise DataError(
-            f"{path}: token {at} of document {index} has id {ids[at]}, outside the vocabulary of {vocab_size}:"
-            " the tokenizer states too small a vocab_size"
-        )
-
-
-@contextmanager
-def _published(path: Path) -> Iterator[BinaryIO]:
-    """A file to write under a temporary name, synced and renamed once all went well."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with scratch.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)

@@ -78,6 +78,10 @@ class JsonTokenizer:
     vocab_size: int = field(init=False)
     eod_id: int = field(init=False)
 
+    def __reduce__(self) -> tuple[type[JsonTokenizer], tuple[Path]]:
+        """Another process reads the file itself: pickled, the library's object forgets `encode_special_tokens`."""
+        return JsonTokenizer, (self.path,)
+
     @_inner.default
     def _load(self) -> Any:
         if not self.path.is_file():
@@ -110,7 +114,8 @@ class JsonTokenizer:
         raise DataError(f"{self.path}: no token that ends a document; add one of {', '.join(_END_OF_DOCUMENT)}")
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The ids of a text, without the special tokens that the file's template would add."""
+        """The ids of a text, without the special tokens that the file's template would add; surrogates become `?`."""
+        text = text.encode("utf-8", errors="replace").decode()
         return np.array(self._inner.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:

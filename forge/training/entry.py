@@ -20,7 +20,7 @@ from forge.checkpoint import (
     save_checkpoint,
 )
 from forge.config import JobConfig, load_config, save_config
-from forge.data import prefetch, prepared, share_of
+from forge.data import available_cores, prefetch, prepared, share_of
 from forge.errors import CheckpointError, RunError, Stopped
 from forge.metrics import MetricsTracker, count_parameters
 from forge.resilience import catch_signals, lock_run
@@ -106,7 +106,7 @@ def _data(config: JobConfig, runtime: Runtime) -> DataPipeline:
     """Open the data; where it must be tokenised first, one rank does it."""
     if runtime.leads:
         with counting_progress("tokenising documents") as report:
-            prepared(config.data, progress=report)
+            prepared(config.data, workers=available_cores(), progress=report)
     runtime.barrier()
     return build_data_pipeline(config, rank=runtime.data_rank, ranks=runtime.data_ranks)
 

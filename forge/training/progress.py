@@ -100,7 +100,7 @@ def counting_progress(label: str, stream: TextIO | None = None) -> Generator[Cal
         tenth = 10 * done // max(total, 1)
         if tenth > shown:
             shown = tenth
-            print(f"{label}: {done} of {total}", file=stream, flush=True)
+            print(f"{label}: {100 * done // max(total, 1)} %", file=stream, flush=True)
 
     yield report
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sysconfig
 from pathlib import Path
 
@@ -10,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.data.documents import Document, find_documents, readable_documents, source_root, split_documents
+from forge.data.documents import cut, find_documents, is_held_out, source_root
 from forge.errors import DataError
-
-ROOT = Path("/corpus")
 
 
 @pytest.fixture
@@ -68,68 +65,34 @@ def test_a_folder_without_text_is_an_error_that_says_so(tmp_path):
         find_documents(str(tmp_path))
 
 
-def test_a_file_that_is_not_utf8_is_left_out_with_one_warning_that_names_it(tmp_path, monkeypatch):
-    (tmp_path / "bad.txt").write_bytes(b"abc\xff")
-    (tmp_path / "good.txt").write_text("é")
-    (tmp_path / "empty.txt").write_text("")
-    warnings = []
-    monkeypatch.setattr(logging.getLogger("forge.data.documents"), "handle", warnings.append)
-    documents = readable_documents(find_documents(str(tmp_path)))
-    assert [(d.path.name, d.n_bytes, d.text()) for d in documents] == [("good.txt", 2, "é")]
-    assert ["bad.txt" in record.getMessage() for record in warnings] == [True]
-
-
-def test_a_file_that_changes_while_it_is_prepared_is_named(tmp_path):
-    file = tmp_path / "a.txt"
-    file.write_text("x")
-    (document,) = readable_documents([file])
-    file.write_bytes(b"\xff")
-    with pytest.raises(DataError, match=r"a\.txt: changed"):
-        document.text()
-    file.unlink()
-    with pytest.raises(DataError, match=r"a\.txt: cannot be read"):
-        document.text()
+def test_files_of_records_are_taken_though_they_are_no_text(tmp_path):
+    for name in ("a.jsonl", "b.jsonl.gz", "c.json.zst", "d.parquet", "e.bin"):
+        (tmp_path / name).write_bytes(b"\0")
+    assert [file.name for file in find_documents(str(tmp_path))] == ["a.jsonl", "b.jsonl.gz", "c.json.zst", "d.parquet"]
 
 
 @settings(deadline=None)
-@given(
-    names=st.lists(st.text("abcdef", min_size=1), min_size=2, max_size=30, unique=True), fraction=st.floats(0.001, 0.5)
-)
-def test_every_document_is_on_one_side_and_both_sides_have_one(names, fraction):
-    documents = [Document(ROOT / name, 1) for name in names]
-    train, held = split_documents(documents, ROOT, fraction)
-    assert sorted(d.path for d in train + held) == sorted(d.path for d in documents)
-    assert train and held
+@given(name=st.text(), few=st.floats(0, 0.5), more=st.floats(0, 0.5))
+def test_what_a_small_share_holds_out_a_larger_one_does_too(name, few, more):
+    few, more = sorted((few, more))
+    assert not is_held_out(name, 0)
+    assert is_held_out(name, 1)
+    assert is_held_out(name, more) or not is_held_out(name, few)
 
 
-@settings(deadline=None)
-@given(names=st.lists(st.text("abcdef", min_size=1), min_size=2, max_size=30, unique=True), data=st.data())
-def test_the_split_depends_neither_on_the_order_nor_on_where_the_corpus_lies(names, data):
-    moved = data.draw(st.permutations(names))
-    _, held = split_documents([Document(ROOT / name, 1) for name in names], ROOT, 0.3)
-    _, there = split_documents([Document(Path("/other/disk") / name, 1) for name in moved], Path("/other/disk"), 0.3)
-    assert {d.path.name for d in held} == {d.path.name for d in there}
-
-
-def test_a_document_stays_on_its_side_when_others_join():
-    documents = [Document(ROOT / str(i), 1) for i in range(2000)]
-    _, some = split_documents(documents[:1000], ROOT, 0.1)
-    _, all_held = split_documents(documents, ROOT, 0.1)
-    assert {d.path for d in some} == {d.path for d in all_held} & {d.path for d in documents[:1000]}
-    assert 150 < len(all_held) < 250
-
-
-def test_no_held_out_share_holds_nothing_out():
-    documents = [Document(ROOT / str(i), 1) for i in range(3)]
-    assert split_documents(documents, ROOT, 0) == (documents, [])
+def test_about_the_asked_share_is_held_out_and_a_name_that_is_no_unicode_has_its_side():
+    assert 150 < sum(is_held_out(f"{i}.txt", 0.1) for i in range(2000)) < 250
+    assert is_held_out("\udcff.txt", 1)
 
 
 @settings(deadline=None, max_examples=30)
-@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=2), fraction=st.floats(0.001, 0.5))
-def test_a_single_document_is_cut_and_no_character_is_lost(tmp_path_factory, text, fraction):
-    file = tmp_path_factory.mktemp("one") / "a.txt"
-    file.write_bytes(text.encode())
-    (train,), (held,) = split_documents(readable_documents([file]), file.parent, fraction)
-    assert train.text() + held.text() == text and train.text() and held.text()
-    assert train.n_bytes == len(train.text().encode()) and held.n_bytes == len(held.text().encode())
-    assert abs(len(held.text()) - fraction * len(text)) <= 1
+@given(text=st.text(min_size=2), fraction=st.floats(0.001, 0.5))
+def test_a_text_is_cut_by_the_share_and_no_character_is_lost(text, fraction):
+    train, held_out = cut(text, fraction)
+    assert train + held_out == text and train and held_out
+    assert abs(len(held_out) - fraction * len(text)) <= 1
+
+
+@pytest.mark.parametrize(("text", "fraction"), [("abc", 0), ("a", 0.5), ("", 0.5)])
+def test_nothing_is_cut_where_nothing_is_held_out_or_nothing_is_there(text, fraction):
+    assert cut(text, fraction) == (text, "")

@@ -92,7 +92,7 @@ def test_counting_says_every_tenth_once():
         for done in range(1, 101):
             report(done, 100)
     lines = stream.getvalue().splitlines()
-    assert lines == ["tokenising: 1 of 100"] + [f"tokenising: {n} of 100" for n in range(10, 101, 10)]
+    assert lines == ["tokenising: 1 %"] + [f"tokenising: {n} %" for n in range(10, 101, 10)]
 
 
 def test_counting_on_a_terminal_is_a_bar(terminal):
