@@ -45,6 +45,11 @@ class Family:
     needs: tuple[tuple[str, Callable[[ModelConfig], bool], str], ...] = ()  # (ours, test, what it should be)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return "moe.n_experts" in self.keys
+
+    @property
     def prefix(self) -> str:
         """What the names of all modules but the head begin with."""
         return self.modules["embed"].name.partition(".")[0] + "."
@@ -70,7 +75,6 @@ _SHAPE = {
 }
 _PLAIN = {
     "norm": "rmsnorm", "position": "rope", "bias": False, "qkv_bias": False, "qk_norm": False, "logit_softcap": None,
-    "moe.n_experts": 0,
 }  # fmt: skip
 _DEFAULTS = {"head_dim": None, "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
 _GATED = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh", "gelu_new")}
@@ -135,7 +139,6 @@ _QWEN_EXPERTS = {
     "moe.norm_topk_prob": ("norm_topk_prob",),
 }
 _QWEN_EXPERT_DEFAULTS = {"decoder_sparse_step": 1, "norm_topk_prob": False}
-_ROUTED = ("moe.n_experts", lambda model: model.moe.n_experts > 0, ">= 1")
 _SOFTMAX = {"moe.router": "softmax", "moe.capacity_factor": None}
 
 
@@ -192,7 +195,6 @@ FAMILIES = (
         modules=_MIXTRAL,
         window="every layer",
         rope_theta=1e6,
-        needs=(_ROUTED,),
     ),
     _family(
         "qwen3_moe",
@@ -203,7 +205,6 @@ FAMILIES = (
         modules=_QWEN_MOE,
         only={"attention_bias": (False, None), "mlp_only_layers": (None, [])},
         window="by layer",
-        needs=(_ROUTED,),
     ),
     _family(
         "qwen2_moe",
@@ -214,7 +215,7 @@ FAMILIES = (
         modules=_QWEN_MOE | _SHARED,
         only={"mlp_only_layers": (None, [])},
         window="by layer",
-        needs=(_ROUTED, ("moe.n_shared_experts", lambda model: model.moe.n_shared_experts > 0, ">= 1")),
+        needs=(("moe.n_shared_experts", lambda model: model.moe.n_shared_experts > 0, ">= 1"),),
     ),
     Family(
         "gpt2",
@@ -272,12 +273,13 @@ def family_of(model: ModelConfig) -> Family:
     Raises:
         ConfigError: none can; names the keys that keep it out of the nearest one.
     """
-    obstacles = {family.model_type: list(_obstacles(family, model)) for family in FAMILIES}
-    nearest = min(FAMILIES, key=lambda family: len(obstacles[family.model_type]))
+    kin = [family for family in FAMILIES if family.has_experts == (model.moe.n_experts > 0)]
+    obstacles = {family.model_type: list(_obstacles(family, model)) for family in kin}
+    nearest = min(kin, key=lambda family: len(obstacles[family.model_type]))
     if obstacles[nearest.model_type]:
         raise ConfigError(
             f"no Hugging Face layout can express this model: {nearest.model_type}, the nearest of"
-            f" {', '.join(family.model_type for family in FAMILIES)}, has {'; '.join(obstacles[nearest.model_type])}"
+            f" {', '.join(obstacles)}, has {'; '.join(obstacles[nearest.model_type])}"
         )
     return nearest
 
