@@ -6,6 +6,7 @@ import json
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forge.checkpoint.huggingface.config_json import load_config_json, read_config_json, write_config_json
 from forge.checkpoint.huggingface.families import family_of, resolved
@@ -152,3 +153,24 @@ def test_a_file_that_is_none_is_one_line(tmp_path, content, message):
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         load_config_json(tmp_path / "config.json")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 50) | st.floats() | st.sampled_from(["", "llama3", "silu", "gelu_new"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["rope_type", "type", "factor"]), inner)
+    ),
+    max_leaves=3,
+)
+KEYS = sorted({*LLAMA31_8B, *(key for name in NAMES for key in written(name)), "use_sliding_window", "layer_types"})
+
+
+@settings(deadline=None, max_examples=300)
+@given(name=st.sampled_from(NAMES), changes=st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=3))
+def test_any_other_value_is_read_or_one_line(name, changes):
+    try:
+        family, config = read_config_json(written(name, **changes))
+    except ConfigError as error:
+        assert "\n" not in str(error)
+    else:
+        assert family.model_type in NAMES and isinstance(config, ModelConfig)
