@@ -84,6 +84,34 @@ class Prepare:
     """A prepared folder to check against its checksums, instead of making one."""
 
 
+@frozen
+class Export:
+    """A trained model as a folder that transformers reads."""
+
+    out: str
+    """Folder to make; it must not exist."""
+    run_dir: str = "runs/tiny"
+    """Folder of a run."""
+    step: int = field(default=-1, validator=integer(least=-1))
+    """Checkpoint to take; -1 = the newest."""
+    shard_size: str = "5GB"
+    """Most weights a file: 5GB, 500MB, 512MiB."""
+    dtype: Literal["keep", "fp32", "bf16"] = "keep"
+    """Of the weights; keep = that of the run's parameters."""
+
+
+@frozen
+class Import:
+    """A run that starts from the weights of a Hugging Face model."""
+
+    path: str
+    """Folder of the model: config.json, safetensors, tokenizer.json."""
+    run_dir: str
+    """Folder of the run to make; it must hold none."""
+    dtype: Literal["keep", "fp32", "bf16"] = "keep"
+    """Of the stored parameters; keep = bf16 where all weights are, else fp32."""
+
+
 def train(argv: Sequence[str]) -> None:
     """Train; in a run folder with a checkpoint, go on from it."""
     config = parse_job(argv, prog="cli.py train", default_preset=PRESET)
@@ -153,6 +181,22 @@ def prepare(argv: Sequence[str]) -> None:
     )
 
 
+def export(argv: Sequence[str]) -> None:
+    """A trained model as a folder that transformers reads."""
+    args = parse(Export, argv, prog="cli.py export")
+    from forge.training.exchange import export_run
+
+    print(export_run(args.run_dir, args.out, step=args.step, shard_size=args.shard_size, dtype=args.dtype))
+
+
+def import_(argv: Sequence[str]) -> None:
+    """A run that starts from the weights of a Hugging Face model."""
+    args = parse(Import, argv, prog="cli.py import")
+    from forge.training.exchange import import_run
+
+    print(import_run(args.path, args.run_dir, dtype=args.dtype))
+
+
 def plan(argv: Sequence[str]) -> None:
     """Parameters, FLOPs, memory and time of a run, without allocating it; takes the flags of train and --tflops."""
     rate, rest = pop_flag(argv, "--tflops")
@@ -178,8 +222,10 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "generate": generate,
     "prepare": prepare,
     "plan": plan,
+    "export": export,
+    "import": import_,
 }
-LATER = ("replay", "export", "import", "doctor")
+LATER = ("replay", "doctor")
 
 
 def main(argv: Sequence[str]) -> int:

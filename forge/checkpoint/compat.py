@@ -29,8 +29,11 @@ FREE_KEYS = frozenset(
 """Keys that change where, how fast or how long a run trains, but not what one update computes."""
 
 
-def check_resumable(saved: JobConfig, asked: JobConfig, path: Path) -> None:
+def check_resumable(saved: JobConfig, asked: JobConfig, path: Path, *, parameters_only: bool = False) -> None:
     """Refuse to go on where the configs disagree about what is trained.
+
+    Args:
+        parameters_only: the checkpoint is a model to start from, and only the model must be the same.
 
     Raises:
         CheckpointError: names every differing key with both values.
@@ -38,7 +41,9 @@ def check_resumable(saved: JobConfig, asked: JobConfig, path: Path) -> None:
     differing = {
         key: values
         for key, values in diff_configs(saved, asked).items()
-        if key not in FREE_KEYS and key.split(".")[0] not in FREE_SECTIONS
+        if key not in FREE_KEYS
+        and key.split(".")[0] not in FREE_SECTIONS
+        and (not parameters_only or key.startswith("model."))
     }
     if differing:
         listed = ", ".join(f"{key} = {old!r} there, {new!r} asked" for key, (old, new) in differing.items())

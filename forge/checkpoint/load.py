@@ -9,7 +9,7 @@ import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,7 +34,8 @@ from forge.distributed.shards import as_sharded
 from forge.errors import CheckpointError
 from forge.logging import get_logger
 from forge.pytree import tree_flatten_named, tree_unflatten_named
-from forge.training.state import TrainState
+
+T = TypeVar("T")
 
 log = get_logger(__name__)
 
@@ -44,6 +45,8 @@ _DTYPES = {
 }  # fmt: skip
 """safetensors' names -> torch's."""
 _DESCRIBED = {"bytes", "sha256"}
+PARAMETERS_ONLY = "parameters_only"
+"""The note of a checkpoint that holds parameters and no state: a model to start from."""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -67,6 +70,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(files, dict) or not all(isinstance(f, dict) and f.keys() == _DESCRIBED for f in files.values()):
         raise CheckpointError(f"{file}: damaged: it does not give bytes and sha256 of every file")
     return manifest
+
+
+def has_parameters_only(path: Path) -> bool:
+    """Whether a checkpoint is a model to start from, without the state of a run."""
+    return bool(read_manifest(path)["notes"].get(PARAMETERS_ONLY, False))
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
@@ -110,11 +118,12 @@ def latest_sound(root: Path) -> Path | None:
     return None
 
 
-def load_checkpoint(path: Path, template: TrainState, *, device: torch.device | str = "cpu") -> TrainState:
+def load_checkpoint(path: Path, template: T, *, device: torch.device | str = "cpu") -> T:
     """Read a state back, bit for bit, laid out as the template is; every rank of the job calls this.
 
     Args:
-        template: a state of the same structure, shapes and dtypes; on the meta device it costs no memory.
+        template: a state, or `{"params": ...}` for parameters only, of the same structure, shapes and dtypes; on the
+            meta device it costs no memory.
 
     Raises:
         CheckpointError: damage, or another shape of model or optimizer; the message names what differs.
@@ -157,7 +166,7 @@ def read_layout(path: Path) -> Layout:
 
 def _headers(file: Path, prefix: str) -> Layout:
     layout = {}
-    with _opened(file) as reader:
+    with opened(file) as reader:
         for key in reader.keys():  # noqa: SIM118
             header = reader.get_slice(key)
             shape, dtype = tuple(header.get_shape()), header.get_dtype()
@@ -167,7 +176,8 @@ def _headers(file: Path, prefix: str) -> Layout:
 
 
 @contextmanager
-def _opened(file: Path) -> Generator[Any, None, None]:
+def opened(file: Path) -> Generator[Any, None, None]:
+    """A safetensors file to read from; what is wrong with it is a `CheckpointError`."""
     try:
         with safe_open(file, framework="pt") as reader:
             yield reader
@@ -220,7 +230,7 @@ def read_parts(
         for file, box in chunks:
             needed.setdefault(file, []).append((name, box, mine))
     for file, pieces in needed.items():
-        with _opened(path / file) as reader:
+        with opened(path / file) as reader:
             for name, chunk, mine in pieces:
                 shared = chunk.meet(mine)
                 parts[name][shared.inside(mine)].copy_(

@@ -125,7 +125,7 @@ def write_draft(draft: Draft, ranks: Ranks) -> Path:
 
 
 def _make_folder(draft: Draft) -> None:
-    with _writing(draft.final):
+    with writing(draft.final):
         draft.final.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(draft.aside, ignore_errors=True)
         draft.aside.mkdir()
@@ -137,13 +137,13 @@ def _write_own(draft: Draft, ranks: Ranks) -> Files:
     tensors: dict[str, dict[str, Tensor]] = {name: {} for name in names}
     for leaf, part in draft.own.items():
         tensors.setdefault(file_name(leaf, ranks.rank, ranks.size), {})[key_in_file(leaf)] = part
-    with _writing(draft.final):
+    with writing(draft.final):
         return {name: write_tensors(draft.aside / name, parts) for name, parts in tensors.items()}
 
 
 def _complete(draft: Draft, files: Files, ranks: Ranks) -> None:
     folder = draft.aside
-    with _writing(draft.final):
+    with writing(draft.final):
         if ranks.size > 1:
             (folder / LAYOUT).write_text(layout_to_json(draft.layout), encoding="utf-8")
             files = {LAYOUT: describe_file(folder / LAYOUT), **files}
@@ -194,7 +194,7 @@ def sync_file(path: Path) -> None:
 
 
 @contextmanager
-def _writing(final: Path) -> Generator[None, None, None]:
+def writing(final: Path) -> Generator[None, None, None]:
     """What the disk refuses is an error of the checkpoint's."""
     try:
         yield

@@ -155,4 +155,6 @@ def _message(box: str) -> str:
     """The line below the title of tyro's box, whose lines are drawn in Unicode or, for an ASCII stdout, not at all."""
     lines = [line.strip("│╭╮╰╯─ ") for line in box.splitlines()]
     title, *texts = [line for line in lines if line.strip("-")]
+    if len(texts) > 1 and texts[0].startswith("Missing from"):
+        return f"{texts[1].split()[0]} is missing"
     return texts[0] if texts else title

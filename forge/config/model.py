@@ -22,12 +22,16 @@ class MoEConfig:
     """Experts that each token is sent to."""
     n_shared_experts: int = field(default=0, validator=integer(least=0))
     """Experts that every token passes through, beside the routed ones."""
+    shared_expert_gate: bool = field(default=False, validator=boolean())
+    """Weigh what the shared experts make by the sigmoid of a learned score of the token (Qwen 2 MoE)."""
     expert_hidden_dim: int | None = field(default=None, validator=optional(integer(least=1)))
     """Hidden width of one expert; unset = the width of the dense MLP."""
     frequency: int = field(default=1, validator=integer(least=1))
     """Every n-th layer is MoE, the last of each n; 1 = all layers."""
     router: Literal["softmax", "sigmoid"] = field(default="softmax", validator=one_of("softmax", "sigmoid"))
-    """softmax: top-k renormalised (Mixtral); sigmoid: balanced by a bias used for selection only (DeepSeek-V3)."""
+    """softmax: the k likeliest (Mixtral); sigmoid: balanced by a bias used for selection only (DeepSeek-V3)."""
+    norm_topk_prob: bool = field(default=True, validator=boolean())
+    """Divide the scores of the chosen experts by their sum, so that they weigh 1 together."""
     capacity_factor: float | None = field(default=None, validator=optional(number(above=0)))
     """Tokens an expert keeps, as a multiple of tokens * top_k / n_experts, earliest first; unset = no token dropped."""
     aux_loss_weight: float | None = field(default=None, validator=optional(number(least=0)))
@@ -41,6 +45,10 @@ class MoEConfig:
         if self.n_experts and self.top_k > self.n_experts:
             raise ConfigError(
                 f"model.moe.top_k = {self.top_k} exceeds model.moe.n_experts = {self.n_experts}: lower top_k"
+            )
+        if self.shared_expert_gate and not self.n_shared_experts:
+            raise ConfigError(
+                "model.moe.shared_expert_gate = true has nothing to weigh: set model.moe.n_shared_experts >= 1"
             )
 
     @property

@@ -199,6 +199,9 @@ def _join_addends(moe: MoE, mesh: DeviceMesh) -> None:
         weights = _replicated(routing.weights, mesh, Replicate()).to_local(grad_placements=[Partial()])
         return routing._replace(weights=weights)
 
+    def sum_gate_gradient(_: nn.Module, inputs: tuple[Any, ...], gate: Tensor) -> Tensor:
+        return _replicated(gate, mesh, Replicate()).to_local(grad_placements=[Partial()])
+
     def pass_addends(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
         return (_replicated(inputs[0], mesh, Partial()),)
 
@@ -210,6 +213,9 @@ def _join_addends(moe: MoE, mesh: DeviceMesh) -> None:
     moe.router.register_forward_hook(sum_gradient)
     if moe.shared is not None:
         moe.shared.register_forward_pre_hook(pass_addends)
+    if moe.shared_gate is not None:
+        moe.shared_gate.register_forward_pre_hook(split_gradient)
+        moe.shared_gate.register_forward_hook(sum_gate_gradient)
     moe.register_forward_hook(sum_and_cut)
 
 

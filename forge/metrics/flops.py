@@ -85,7 +85,7 @@ def _matmul_weights(config: ModelConfig, routed: int) -> dict[str, int]:
         "attention": config.n_layers * heads * config.head_width * config.dim,
         "mlp": dense * mlp * config.ffn_width,
         "experts": moe * mlp * config.expert_width * (routed + config.moe.n_shared_experts),
-        "router": moe * config.moe.n_experts * config.dim,
+        "router": moe * (config.moe.n_experts + config.moe.shared_expert_gate) * config.dim,
         "head": config.vocab_size * config.dim,
     }
 

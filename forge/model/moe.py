@@ -29,16 +29,16 @@ class Routing(NamedTuple):
 
     everywhere: Tensor  # int64 (T', k): experts of all tokens of the micro-batch, those of other ranks included
     experts: Tensor  # int64 (T, k)
-    weights: Tensor  # fp32 (T, k), summing to 1 over k
+    weights: Tensor  # fp32 (T, k), summing to 1 over k where `norm_topk_prob`
     stats: RouterStats
 
 
 class Router(nn.Module):
     """Scores experts for each token in fp32 and picks the top k.
 
-    softmax: the k largest probabilities, renormalised (Mixtral 2024), balanced by the Switch loss E sum f_i P_i (Fedus
-    et al. 2021, eq. 4). sigmoid: the k largest score + bias, combined by the scores without the bias, which is moved
-    after each update towards equal loads (DeepSeek-V3 2024, sec. 2.1.2).
+    softmax: the k largest probabilities (Mixtral 2024), balanced by the Switch loss E sum f_i P_i (Fedus et al. 2021,
+    eq. 4). sigmoid: the k largest score + bias, combined by the scores without the bias, which is moved after each
+    update towards equal loads (DeepSeek-V3 2024, sec. 2.1.2). Either way renormalised, but for `norm_topk_prob` off.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -63,7 +63,8 @@ class Router(nn.Module):
             experts = preferred.topk(self.config.top_k, dim=-1).indices
             shares = scores / scores.sum(dim=-1, keepdim=True)
         weights = scores.gather(-1, experts)
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        if self.config.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
         counts = assignments(experts, self.config.n_experts)
         chosen = experts if everywhere is None else everywhere(experts)
         of_all = counts if everywhere is None else assignments(chosen, self.config.n_experts)
@@ -130,6 +131,8 @@ class MoE(nn.Module):
         self.experts = Experts(config)
         shared = config.moe.n_shared_experts
         self.shared = MLP(config, shared * config.expert_width) if shared else None
+        gated = config.moe.shared_expert_gate
+        self.shared_gate = nn.Linear(config.dim, 1, bias=False, device="meta") if gated else None
         self.capacity_factor = config.moe.capacity_factor
 
     def forward(
@@ -152,7 +155,8 @@ class MoE(nn.Module):
         out = self.experts(tokens[source], ends.to(torch.int32))
         mixed = torch.zeros_like(tokens).index_add(0, source, out * weights.unsqueeze(-1).to(out.dtype))
         if self.shared is not None:
-            mixed = mixed + self.shared(tokens)
+            shared = self.shared(tokens)
+            mixed = mixed + (shared if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * shared)
         return mixed.view_as(x), stats
 
     @staticmethod

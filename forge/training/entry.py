@@ -11,9 +11,9 @@ from typing import Any
 from forge.checkpoint import (
     AsyncSaver,
     check_resumable,
+    has_parameters_only,
     latest_sound,
     list_checkpoints,
-    load_checkpoint,
     prune_checkpoints,
     read_manifest,
     remove_leftovers,
@@ -29,9 +29,10 @@ from forge.training.eval import run_eval
 from forge.training.hooks import Hook, HookRunner
 from forge.training.loop import Loop, run_loop
 from forge.training.optimizer import eval_params
-from forge.training.parts import Parts, adopt, build_parts, initial_state, step_for, template_state, whole_params
+from forge.training.parts import Parts, build_parts, initial_state, step_for, whole_params
 from forge.training.profiling import profile_window
 from forge.training.progress import SILENT, Progress, counting_progress, training_progress
+from forge.training.reload import restore
 from forge.training.runtime import Runtime, deterministic_kernels, open_runtime
 from forge.training.samples import sample_text
 from forge.training.state import TrainState
@@ -123,7 +124,7 @@ def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path
                 f"{root}: every checkpoint is damaged: choose another --run-dir, or remove the folder"
             )
         return None
-    check_resumable(load_config(saved / "config.toml"), config, saved)
+    check_resumable(load_config(saved / "config.toml"), config, saved, parameters_only=has_parameters_only(saved))
     return saved
 
 
@@ -139,8 +140,7 @@ def _start(
             f"{saved} was trained on other tokens than {config.data.path} holds now: give the same data, or another"
             " --run-dir"
         )
-    template = template_state(config, parts, manifest["step"])
-    return adopt(parts, load_checkpoint(saved, template, device=parts.runtime.device)), manifest["notes"]
+    return restore(saved, config, parts), manifest["notes"]
 
 
 def _tracker(config: JobConfig, runtime: Runtime, run_dir: Path, done: int, notes: dict[str, Any]) -> MetricsTracker:

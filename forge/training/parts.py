@@ -97,10 +97,12 @@ def _eval_step(config: JobConfig, runtime: Runtime, model: Transformer | Stages)
     return build_eval_step(model, loss_fn, vocab_size=vocab_size, compute_dtype=runtime.compute_dtype)
 
 
-def initial_state(config: JobConfig, parts: Parts) -> TrainState:
-    """The state before the first update."""
+def initial_state(config: JobConfig, parts: Parts, params: dict[str, Tensor] | None = None) -> TrainState:
+    """The state before the first update: from parameters laid out for this process, or from the seed."""
     runtime = parts.runtime
-    if runtime.mesh is None:
+    if params is not None:
+        params = _own(parts, params)
+    elif runtime.mesh is None:
         model, seed = parts.model, config.train.seed
         params = init_params(model, config.model, seed, dtype=runtime.param_dtype, device=runtime.device)
     else:
@@ -112,12 +114,16 @@ def initial_state(config: JobConfig, parts: Parts) -> TrainState:
 
 def adopt(parts: Parts, state: TrainState) -> TrainState:
     """A loaded state whose parameters are the sharded module's own; itself on one process."""
+    return evolve(state, params=_own(parts, state.params))
+
+
+def _own(parts: Parts, params: dict[str, Tensor]) -> dict[str, Tensor]:
     if parts.runtime.mesh is None:
-        return state
+        return params
     own = allocate(parts.model, parts.runtime.device)
     for name, parameter in own.items():
-        local_part(parameter).copy_(local_part(state.params[name]))
-    return evolve(state, params=own)
+        local_part(parameter).copy_(local_part(params[name]))
+    return own
 
 
 def whole_params(parts: Parts, params: dict[str, Tensor]) -> dict[str, Tensor]:

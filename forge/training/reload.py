@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forge.checkpoint import (
     checkpoint_path,
+    has_parameters_only,
     latest_sound,
     list_checkpoints,
     load_checkpoint,
@@ -21,7 +22,7 @@ from forge.data import build_tokenizer
 from forge.errors import CheckpointError
 from forge.training.data_pipeline import build_data_pipeline
 from forge.training.eval import run_eval
-from forge.training.parts import Parts, build_parts, template_state
+from forge.training.parts import Parts, adopt, build_parts, initial_state, template_state
 from forge.training.runtime import build_runtime
 from forge.training.samples import sample_text
 from forge.training.state import TrainState
@@ -53,16 +54,33 @@ def load_run(run_dir: str | Path, *, step: int = -1, device: Device = "auto") ->
         CheckpointError: there is none, or it is damaged.
     """
     root = Path(run_dir) / "checkpoints"
-    path = _choose(root, step)
+    path = choose_checkpoint(root, step)
     config = load_config(path / "config.toml")
     # Without a backward pass there is nothing to recompute, and one evaluation does not pay for compiling.
     config = evolve(config, train=evolve(config.train, device=device, compile=False, activation_checkpointing="none"))
     parts = build_parts(config, build_runtime(config))
+    return Trained(config, parts, restore(path, config, parts))
+
+
+def restore(path: Path, config: JobConfig, parts: Parts) -> TrainState:
+    """The state in a checkpoint, or the one before the first update where it holds a model to start from.
+
+    Raises:
+        CheckpointError: damage, or another shape of model or optimizer.
+    """
     template = template_state(config, parts, read_manifest(path)["step"])
-    return Trained(config, parts, load_checkpoint(path, template, device=parts.runtime.device))
+    if has_parameters_only(path):
+        only = load_checkpoint(path, {"params": template.params}, device=parts.runtime.device)
+        return initial_state(config, parts, only["params"])
+    return adopt(parts, load_checkpoint(path, template, device=parts.runtime.device))
 
 
-def _choose(root: Path, step: int) -> Path:
+def choose_checkpoint(root: Path, step: int) -> Path:
+    """The checkpoint of a step, or the newest sound one for -1.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
     there = ", ".join(path.name for path in list_checkpoints(root))
     if not there:
         raise CheckpointError(f"{root}: no checkpoint here: train first, or give another --run-dir")

@@ -42,7 +42,9 @@ JOBS = {
         train=evolve(FEW, freeze=(FreezeStage(("blocks.1.*", "embed*", "norm*")), FreezeStage(("*",), False, 3)))
     ),
     "uneven": _job(ffn_hidden_dim=34, vocab_size=38),  # 17 and 19 rows a rank, which FSDP2 cuts again
-    "experts": evolve(JOB, model=evolve(MOE, n_layers=2), train=FEW),
+    "experts": evolve(
+        JOB, model=evolve(MOE, n_layers=2, moe=evolve(MOE.moe, shared_expert_gate=True, norm_topk_prob=False)), train=FEW
+    ),
     "softmax experts with capacity": evolve(
         JOB,
         model=evolve(SMALL, moe=evolve(MOE.moe, router="softmax", n_shared_experts=0, capacity_factor=1.0,

@@ -19,6 +19,7 @@ from forge.model import build_model, init_params
 def _configs(draw, experts: bool = True) -> ModelConfig:
     kv_heads = draw(st.sampled_from([1, 2]))
     n_experts = draw(st.sampled_from([0, 2, 4])) if experts else 0
+    n_shared = draw(st.integers(0, 2))
     return ModelConfig(
         dim=16,
         n_layers=draw(st.integers(1, 3)),
@@ -40,7 +41,8 @@ def _configs(draw, experts: bool = True) -> ModelConfig:
         moe=MoEConfig(
             n_experts=n_experts,
             top_k=draw(st.integers(1, max(1, n_experts))),
-            n_shared_experts=draw(st.integers(0, 2)),
+            n_shared_experts=n_shared,
+            shared_expert_gate=draw(st.booleans()) if n_shared else False,
             expert_hidden_dim=draw(st.sampled_from([None, 8, 12])),
             frequency=draw(st.integers(1, 2)),
             aux_loss_weight=0.0,  # the losses of the router have no matmul; the counter must see the objective alone
@@ -76,7 +78,7 @@ PARTS = {
     "attention": (".attn.wq", ".attn.wk", ".attn.wv", ".attn.wo"),
     "mlp": (".mlp.w_",),
     "experts": (".experts.", ".shared."),
-    "router": (".router.",),
+    "router": (".router.", ".shared_gate."),
     "norms": ("norm.",),
     "head": ("head.",),
 }

@@ -49,10 +49,12 @@ def _by_hand(config: ModelConfig, params, x, bias=None):
         for e in chosen:
             up, down = params["experts.w_up"][e], params["experts.w_down"][e]
             hidden = act(token @ params["experts.w_gate"][e]) * (token @ up)
-            out += scores[e] / scores[chosen].sum() * (hidden @ down)
+            whole = scores[chosen].sum() if config.moe.norm_topk_prob else 1
+            out += scores[e] / whole * (hidden @ down)
         if config.moe.n_shared_experts:
             gate, up, down = (params[f"shared.{name}.weight"] for name in ("w_gate", "w_up", "w_down"))
-            out += down @ (act(gate @ token) * (up @ token))
+            weight = (params["shared_gate.weight"] @ token).sigmoid() if config.moe.shared_expert_gate else 1
+            out += weight * (down @ (act(gate @ token) * (up @ token)))
         rows.append(out)
     return torch.stack(rows).view_as(x)
 
@@ -62,11 +64,19 @@ def _by_hand(config: ModelConfig, params, x, bias=None):
     router=st.sampled_from(["softmax", "sigmoid"]),
     top_k=st.integers(1, 4),
     shared=st.integers(0, 2),
+    gated=st.booleans(),
+    normed=st.booleans(),
     tokens=st.integers(1, 9),
     seed=st.integers(0, 99),
 )
-def test_grouped_experts_equal_a_loop_over_tokens(router, top_k, shared, tokens, seed):
-    config = _config(router=router, top_k=top_k, n_shared_experts=shared)
+def test_grouped_experts_equal_a_loop_over_tokens(router, top_k, shared, gated, normed, tokens, seed):
+    config = _config(
+        router=router,
+        top_k=top_k,
+        n_shared_experts=shared,
+        shared_expert_gate=gated and shared > 0,
+        norm_topk_prob=normed,
+    )
     layer, params = _layer(config, seed)
     x = torch.randn(1, tokens, 8, generator=torch.Generator().manual_seed(seed))
     out, stats = functional_call(layer, params, (x,))

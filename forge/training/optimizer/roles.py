@@ -23,7 +23,7 @@ def parameter_role(name: str, ndim: int) -> Role:
         return "embedding"
     if module[-1] in ("head", "lm_head"):
         return "head"
-    return "router" if module[-1] == "router" else "hidden"
+    return "router" if module[-1] in ("router", "shared_gate") else "hidden"
 
 
 def parameter_roles(params: nn.Module | Mapping[str, Tensor]) -> dict[str, Role]:

@@ -27,6 +27,7 @@ from forge.training.optimizer.roles import decayed_names, parameter_role
         ("blocks.0.mlp.experts.w_up", 3, "hidden"),
         ("blocks.0.mlp.experts.bias", 2, "vector"),
         ("blocks.0.mlp.router.weight", 2, "router"),
+        ("blocks.0.mlp.shared_gate.weight", 2, "router"),
         ("blocks.0.mlp.w_gate.weight", 2, "hidden"),
     ],
 )

@@ -1,0 +1,54 @@
+"""A trained model out to the layout of Hugging Face, and a model in that layout as the start of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forge.checkpoint.huggingface import export_checkpoint, import_folder, parse_size
+from forge.metrics import count_parameters
+from forge.resilience import lock_run
+from forge.training.reload import choose_checkpoint
+
+
+def export_run(
+    run_dir: str | Path, out: str | Path, *, step: int = -1, shard_size: str = "5GB", dtype: str = "keep"
+) -> str:
+    """Write the model of a run's checkpoint as a folder that `transformers` reads.
+
+    Args:
+        out: a folder that does not exist yet.
+        step: which checkpoint; -1 = the newest sound one.
+        shard_size: most weights a file: 5GB, 500MB, 512MiB.
+        dtype: of the weights: keep | fp32 | bf16.
+
+    Returns:
+        What was made, as one line.
+
+    Raises:
+        ForgeError: no checkpoint, or a model that no family of Hugging Face's can express; see `export_checkpoint`.
+    """
+    shard_bytes = parse_size(shard_size)
+    path = choose_checkpoint(Path(run_dir) / "checkpoints", step)
+    family = export_checkpoint(path, Path(out), shard_bytes=shard_bytes, dtype=dtype)
+    return f"{out}: {path} as {family}; load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})"
+
+
+def import_run(folder: str | Path, run_dir: str | Path, *, dtype: str = "keep") -> str:
+    """Make a run that starts from a Hugging Face model; see `import_folder`.
+
+    Returns:
+        What was made and how to go on, as one line.
+
+    Raises:
+        ForgeError: a model that forge cannot express, damaged files, or a folder that holds a run.
+    """
+    run_dir = Path(run_dir)
+    with lock_run(run_dir):
+        family, config = import_folder(Path(folder), run_dir, dtype=dtype)
+    size, kept = count_parameters(config.model).total / 1e6, config.train.param_dtype
+    tokenizer = config.data.tokenizer
+    missing = "" if Path(tokenizer).is_file() else f" its tokenizer.json was not there: put it at {tokenizer};"
+    return (
+        f"{run_dir}: {family}, {size:.2f} M parameters in {kept};{missing}"
+        f" train: python cli.py train --config {run_dir}/config.toml --data.path YOUR_TEXT"
+    )
