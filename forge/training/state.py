@@ -39,7 +39,7 @@ class StepResult:
     grad_norm: Tensor  # fp32 (): before clipping
     lr: Tensor  # fp32 (): of this update
     tokens: Tensor  # int64 (): target tokens of the global batch
-    skipped: Tensor  # bool (): the update was not made (non-finite gradient, or no target)
+    skipped: Tensor  # bool (): the update was not made (not finite, no target, a spike)
     source_loss: Tensor | None = None  # fp32 (sources,): summed cross entropy by source
     source_tokens: Tensor | None = None  # int64 (sources,)
 
