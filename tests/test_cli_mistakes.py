@@ -42,6 +42,7 @@ FLAGS = [
     (["--scheduler.warmup-steps", "4"], "scheduler.warmup_steps = 4 must be less than train.steps = 4"),
     (["--train.seq-len", "32"], "train.seq_len = 32 exceeds model.max_seq_len = 16"),
     (["--train.micro-batch-size", "3"], "train.global_batch_size = 4 is not divisible by train.micro_batch_size = 3"),
+    (["--train.max-rollbacks", "1", "--checkpoint.interval", "0"], "train.max_rollbacks = 1 needs checkpoints"),
     (["stray"], "stray argument 'stray'"),
     (["--data.path", "/no/such/data"], "/no/such/data: no such file"),
     (["--model.vocab-size", "200"], "a vocabulary of 257 does not fit model.vocab_size = 200"),

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forge.checkpoint.folder import list_checkpoints
+from forge.checkpoint.folder import checkpoint_step, list_checkpoints
 from forge.checkpoint.layout import (
     PARAMS,
     PARAMS_PREFIX,
@@ -97,10 +97,15 @@ def _check_file(file: Path, expected: dict[str, Any]) -> None:
         raise CheckpointError(f"{file}: damaged: its SHA-256 is not that of what was written")
 
 
-def latest_sound(root: Path) -> Path | None:
-    """The newest checkpoint whose files are all intact; damaged ones are named in a warning and passed over."""
+def latest_sound(root: Path, before: int | None = None) -> Path | None:
+    """The newest checkpoint whose files are all intact; damaged ones are named in a warning and passed over.
+
+    Args:
+        before: only of steps below this one.
+    """
     ranks = all_ranks()
-    for path in reversed(ranks.agree(list_checkpoints(root), lambda found: [found[0]] * ranks.size)):
+    found = [path for path in list_checkpoints(root) if before is None or checkpoint_step(path) < before]
+    for path in reversed(ranks.agree(found, lambda lists: [lists[0]] * ranks.size)):
         try:
             verify_checkpoint(path)
         except CheckpointError as error:

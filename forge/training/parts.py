@@ -117,7 +117,9 @@ def adopt(parts: Parts, state: TrainState) -> TrainState:
     """A loaded state whose parameters are the sharded module's own; itself on one process."""
     if parts.runtime.mesh is None:
         return state
-    own = allocate(parts.model, parts.runtime.device)
+    own = {name: p.detach() for name, p in parts.model.named_parameters()}
+    if any(local_part(p).is_meta for p in own.values()):
+        own = allocate(parts.model, parts.runtime.device)
     for name, parameter in own.items():
         local_part(parameter).copy_(local_part(state.params[name]))
     return evolve(state, params=own)
