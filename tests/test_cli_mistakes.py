@@ -129,10 +129,28 @@ def test_an_unknown_command_suggests_the_nearest():
         (["eval", "--step", "-5"], "step must be an integer >= -1, got -5"),
         (["eval", "--batches", "0"], "batches must be an integer >= 1, got 0"),
         (["eval", "--device", "tpu"], "'tpu'"),
+        (
+            ["replay", "--step", "9"],
+            "step 9 was neither logged nor saved: nothing to compare; the nearest step that was is 4",
+        ),
     ],
 )
 def test_a_mistake_about_a_trained_run_is_one_line(trained, argv, message):
     assert message in refused(*argv, "--run-dir", trained.parent / "run")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "diff compares two checkpoints: cli.py diff"),
+        (["/nowhere/a"], "diff compares two checkpoints"),
+        (["/nowhere/a", "/nowhere/b"], "/nowhere/a: no checkpoint here"),
+        (["/nowhere/a", "/nowhere/b", "c"], "stray argument 'c'"),
+        (["/nowhere/a", "/nowhere/b", "--step", "3"], "unknown flag --step"),
+    ],
+)
+def test_a_mistake_about_two_checkpoints_is_one_line(argv, message):
+    assert message in refused("diff", *argv)
 
 
 @pytest.mark.parametrize("command", ["eval", "generate"])

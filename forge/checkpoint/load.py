@@ -234,6 +234,28 @@ def read_parts(
     return {name: as_sharded(part, expected[name]) for name, part in parts.items()}
 
 
+def read_whole(path: Path, layout: Layout, name: str) -> Tensor:
+    """One leaf in full, on the CPU, whatever files its chunks lie in.
+
+    Raises:
+        CheckpointError: damage; the message names the leaf or the file.
+    """
+    return read_parts(path, layout, {name: empty_leaf(path, layout, name)}, "cpu")[name]
+
+
+def empty_leaf(path: Path, layout: Layout, name: str) -> Tensor:
+    """A leaf's shape and dtype, on the meta device.
+
+    Raises:
+        CheckpointError: the checkpoint names a dtype that does not exist.
+    """
+    leaf = layout[name]
+    dtype = getattr(torch, leaf.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{path}: damaged: {name} is said to be of dtype {leaf.dtype}, which torch has not")
+    return torch.empty(leaf.shape, dtype=dtype, device="meta")
+
+
 def _read(reader: Any, file: Path, name: str, chunk: Box, wanted: Box, dtype: torch.dtype) -> Tensor:
     key = key_in_file(name)
     stored = reader.get_slice(key)

@@ -37,6 +37,7 @@ from forge.training.optimizer import eval_params
 from forge.training.parts import Parts, adopt, build_parts, initial_state, step_for, template_state, whole_params
 from forge.training.profiling import profile_window
 from forge.training.progress import SILENT, Progress, counting_progress, training_progress
+from forge.training.provenance import record_start
 from forge.training.runtime import Runtime, deterministic_kernels, open_runtime
 from forge.training.samples import sample_text
 from forge.training.state import TrainState
@@ -69,9 +70,9 @@ def run_training(
             stack.enter_context(lock_run(run_dir))
         stack.enter_context(deterministic_kernels(config.train.deterministic))
         saved = _find_checkpoint(config, run_dir, runtime)
-        data = _data(config, runtime)
+        data = open_data(config, runtime)
         parts = build_parts(config, runtime)
-        state, notes = _start(config, parts, data, saved)
+        state, notes = starting_state(config, parts, data, saved)
         done = int(state.step)
         if done >= config.train.steps:
             if runtime.leads:
@@ -120,6 +121,8 @@ def _attempt(run: _Run, state: TrainState, notes: dict[str, Any], interruption: 
     """Train on from a state of any step to the end of the run or an interruption."""
     config, parts, data, runtime = run.config, run.parts, run.data, run.parts.runtime
     done, steps, jumps = int(state.step), config.train.steps, notes.get("jumps", [])
+    if runtime.leads:
+        record_start(run.run_dir, config, runtime, step=done, jumps=jumps)
     with ExitStack() as stack:
         tracker = _tracker(config, runtime, run.run_dir, done, notes)
         stack.callback(tracker.close)
@@ -160,7 +163,7 @@ def _roll_back(run: _Run, failure: TooManySkips, notes: dict[str, Any]) -> tuple
     saved = latest_sound(root, before=failure.first)
     if saved is None:
         raise RunError(f"{root}: no sound checkpoint is older than update {failure.first}; {failure}")
-    state, notes = _start(run.config, run.parts, run.data, saved)
+    state, notes = starting_state(run.config, run.parts, run.data, saved)
     jumps = jump_over(jumps, failed=failure.made, back_to=checkpoint_step(saved))
     if run.parts.runtime.leads:
         log.warning("%s; going back to %s and jumping over %d batches", failure, saved.name, jumps[-1][1])
@@ -181,7 +184,7 @@ def _background_saver() -> Generator[AsyncSaver, None, None]:
             log.warning("%s; the checkpoints before it are kept", error)
 
 
-def _data(config: JobConfig, runtime: Runtime) -> DataPipeline:
+def open_data(config: JobConfig, runtime: Runtime) -> DataPipeline:
     """Open the data; where it must be tokenised first, one rank does it."""
     if runtime.leads:
         with counting_progress("tokenising documents") as report:
@@ -206,7 +209,7 @@ def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path
     return saved
 
 
-def _start(
+def starting_state(
     config: JobConfig, parts: Parts, data: DataPipeline, saved: Path | None
 ) -> tuple[TrainState, dict[str, Any]]:
     """The state to train from, and the notes beside it."""

@@ -47,6 +47,10 @@ TRAIN = TrainConfig(steps=8, seq_len=16, global_batch_size=4, micro_batch_size=2
 
 @pytest.fixture
 def job(tmp_path):
+    return small_job(tmp_path)
+
+
+def small_job(tmp_path):
     """A small job on a few documents of text, a few tenths of a second a run."""
     text = tmp_path / "text"
     text.mkdir()
@@ -97,6 +101,7 @@ def test_a_run_leaves_config_metrics_events_and_the_last_checkpoint(job, capsys)
         "checkpoints",
         "config.toml",
         "metrics.jsonl",
+        "provenance.jsonl",
         "tensorboard",
     ]
     assert [p.name for p in list_checkpoints(Path(run, "checkpoints"))] == ["step_00000006", "step_00000008"]
