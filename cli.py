@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from attrs import field, frozen
+from tyro.conf import Positional
 
 from forge.config.checks import integer, number, optional
 from forge.config.flags import parse, parse_job, pop_flag
@@ -112,6 +113,26 @@ class Import:
     """Of the stored parameters; keep = bf16 where all weights are, else fp32."""
 
 
+@frozen
+class Replay:
+    """A step of a run made again, and compared with what was recorded, to the last bit."""
+
+    run_dir: str = "runs/tiny"
+    """Folder of a run."""
+    step: int = field(default=-1, validator=integer(least=-1))
+    """Number of the update; -1 = that of the newest checkpoint."""
+
+
+@frozen
+class Diff:
+    """Two checkpoints compared, tensor by tensor."""
+
+    a: Positional[str] = ""
+    """Folder of a checkpoint, runs/x/checkpoints/step_00000012."""
+    b: Positional[str] = ""
+    """The other."""
+
+
 def train(argv: Sequence[str]) -> None:
     """Train; in a run folder with a checkpoint, go on from it."""
     config = parse_job(argv, prog="cli.py train", default_preset=PRESET)
@@ -209,6 +230,34 @@ def plan(argv: Sequence[str]) -> None:
     print(format_plan(plan_run(config, tflops=float(rate) if rate is not None else measured_tflops(config))))
 
 
+def replay(argv: Sequence[str]) -> int:
+    """Make a step of a run again and compare it bit for bit; the exit status is 1 where anything differs."""
+    args = parse(Replay, argv, prog="cli.py replay")
+    from forge.training.replay import replay_step
+
+    return 0 if replay_step(args.run_dir, args.step) else 1
+
+
+def diff(argv: Sequence[str]) -> int:
+    """Compare two checkpoints tensor by tensor; the exit status is 1 where any bit differs."""
+    args = parse(Diff, argv, prog="cli.py diff", known=["--help"])
+    if not (args.a and args.b):
+        raise ConfigError("diff compares two checkpoints: cli.py diff runs/x/checkpoints/step_00000012 ANOTHER")
+    from forge.checkpoint import DIFF_HEADER, diff_checkpoints, format_diff
+
+    equal = different = 0
+    for found in diff_checkpoints(Path(args.a), Path(args.b)):
+        if found.same_bits:
+            equal += 1
+            continue
+        if not different:
+            print(DIFF_HEADER)
+        different += 1
+        print(format_diff(found))
+    print(f"{different} tensors differ, {equal} are equal to the bit")
+    return 1 if different else 0
+
+
 def _is_positive(text: str) -> bool:
     try:
         return 0 < float(text) < float("inf")
@@ -216,7 +265,7 @@ def _is_positive(text: str) -> bool:
         return False
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "eval": evaluate,
     "generate": generate,
@@ -224,16 +273,22 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "plan": plan,
     "export": export,
     "import": import_,
+    "replay": replay,
+    "diff": diff,
 }
-LATER = ("replay", "doctor")
+LATER = ("doctor",)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command and return the exit status: 0, 2 for a mistake of the user's, 128 + n for signal n."""
+    """Run a command and return the exit status.
+
+    0; 1 where replay or diff found a difference, 2 for a mistake of the user's, 128 + n for signal n.
+    """
     try:
         command, rest = _command(argv)
-        command(rest)
+        status = command(rest)
         sys.stdout.flush()
+        return status or 0
     except ForgeError as error:
         _complain(" ".join(str(error).split("\n")))
         return error.exit_status
@@ -264,7 +319,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: " in str(error)
 
 
-def _command(argv: Sequence[str]) -> tuple[Callable[[Sequence[str]], None], Sequence[str]]:
+def _command(argv: Sequence[str]) -> tuple[Callable[[Sequence[str]], int | None], Sequence[str]]:
     """The command that the first word names; train where it is a flag or absent."""
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         return train, argv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,6 +75,26 @@ def test_plan_prints_every_part_and_writes_nothing(preset):
     for part in ("parameters", "gradients", "optimizer", "activations", "FLOPs", "time", "at 2.5 TFLOP/s"):
         assert part in out
     assert tree_of(preset.parent) == before
+
+
+def test_replay_compares_a_step_and_exits_with_1_where_it_differs(trained, tmp_path):
+    status, out, _ = call("replay", "--run-dir", trained.parent / "run")
+    assert status == 0 and "steps 3 to 4 from step_00000002" in out and "step 4: grad_norm" in out
+    assert re.search(r"step_00000004: all \d+ tensors: equal", out)
+    shutil.copytree(trained.parent / "run", tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"train/loss": 5.', '"train/loss": 6.'))
+    status, out, _ = call("replay", "--run-dir", tmp_path / "run", "--step", 3)
+    assert status == 1 and re.search(r"step 3: loss 6\.\d+: DIFFERENT, now 5\.", out)
+
+
+def test_diff_shows_the_tensors_that_differ_and_exits_with_1(trained):
+    a, b = (trained.parent / "run" / "checkpoints" / name for name in ("step_00000002", "step_00000004"))
+    status, out, _ = call("diff", a, b)
+    assert status == 1 and "max abs" in out.splitlines()[0]
+    assert any(line.endswith("params/embed.weight") for line in out.splitlines())
+    status, out, _ = call("diff", a, a)
+    assert status == 0 and re.fullmatch(r"0 tensors differ, \d+ are equal to the bit\n", out)
 
 
 def test_help_lists_every_flag_with_its_text(monkeypatch):

@@ -42,6 +42,7 @@ FLAGS = [
     (["--scheduler.warmup-steps", "4"], "scheduler.warmup_steps = 4 must be less than train.steps = 4"),
     (["--train.seq-len", "32"], "train.seq_len = 32 exceeds model.max_seq_len = 16"),
     (["--train.micro-batch-size", "3"], "train.global_batch_size = 4 is not divisible by train.micro_batch_size = 3"),
+    (["--train.max-rollbacks", "1", "--checkpoint.interval", "0"], "train.max_rollbacks = 1 needs checkpoints"),
     (["stray"], "stray argument 'stray'"),
     (["--data.path", "/no/such/data"], "/no/such/data: no such file"),
     (["--model.vocab-size", "200"], "a vocabulary of 257 does not fit model.vocab_size = 200"),
@@ -128,10 +129,28 @@ def test_an_unknown_command_suggests_the_nearest():
         (["eval", "--step", "-5"], "step must be an integer >= -1, got -5"),
         (["eval", "--batches", "0"], "batches must be an integer >= 1, got 0"),
         (["eval", "--device", "tpu"], "'tpu'"),
+        (
+            ["replay", "--step", "9"],
+            "step 9 was neither logged nor saved: nothing to compare; the nearest step that was is 4",
+        ),
     ],
 )
 def test_a_mistake_about_a_trained_run_is_one_line(trained, argv, message):
     assert message in refused(*argv, "--run-dir", trained.parent / "run")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "diff compares two checkpoints: cli.py diff"),
+        (["/nowhere/a"], "diff compares two checkpoints"),
+        (["/nowhere/a", "/nowhere/b"], "/nowhere/a: no checkpoint here"),
+        (["/nowhere/a", "/nowhere/b", "c"], "stray argument 'c'"),
+        (["/nowhere/a", "/nowhere/b", "--step", "3"], "unknown flag --step"),
+    ],
+)
+def test_a_mistake_about_two_checkpoints_is_one_line(argv, message):
+    assert message in refused("diff", *argv)
 
 
 @pytest.mark.parametrize("command", ["eval", "generate"])

@@ -12,7 +12,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = ["errors", "logging", "config", "pytree", "model", "metrics", "data", "distributed", "training", "checkpoint",
           "resilience", "top"]  # fmt: skip
-ON_TOP = {"entry", "loop", "reload", "parts", "plan", "progress", "profiling", "data_pipeline", "samples", "exchange"}
+ON_TOP = {
+    "data_pipeline",
+    "entry",
+    "exchange",
+    "loop",
+    "parts",
+    "plan",
+    "profiling",
+    "progress",
+    "provenance",
+    "reload",
+    "replay",
+    "samples",
+}
 """Modules of training that sit on checkpoint and resilience."""
 
 

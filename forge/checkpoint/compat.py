@@ -23,6 +23,7 @@ FREE_KEYS = frozenset(
         "train.compile",
         "train.deterministic",
         "train.max_consecutive_skips",
+        "train.max_rollbacks",
         "model.attention_backend",
     }
 )

@@ -6,10 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from forge.checkpoint.layout import PARAMS, REST, Layout, file_name, key_in_file
-from forge.checkpoint.load import read_layout, read_parts, verify_checkpoint
+from forge.checkpoint.load import empty_leaf, read_layout, read_parts, verify_checkpoint
 from forge.checkpoint.save import CONFIG, describe_file, publish, write_tensors
 from forge.errors import CheckpointError
 
@@ -45,17 +43,6 @@ def consolidate(path: Path, out: Path) -> Path:
 
 def _merge(path: Path, layout: Layout, file: Path) -> dict[str, Any]:
     """Write the leaves that belong into one of the two files, and describe it."""
-    leaves = {
-        name: torch.empty(leaf.shape, dtype=_dtype(path, name, leaf.dtype), device="meta")
-        for name, leaf in layout.items()
-        if file_name(name, 0, 1) == file.name
-    }
+    leaves = {name: empty_leaf(path, layout, name) for name in layout if file_name(name, 0, 1) == file.name}
     tensors = read_parts(path, layout, leaves, "cpu")
     return write_tensors(file, {key_in_file(name): tensor for name, tensor in tensors.items()})
-
-
-def _dtype(path: Path, name: str, text: str) -> torch.dtype:
-    dtype = getattr(torch, text, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{path}: damaged: {name} is said to be of dtype {text}, which torch has not")
-    return dtype

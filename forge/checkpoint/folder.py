@@ -47,6 +47,13 @@ def prune_checkpoints(root: Path, keep_last_n: int, keep_every: int = 0) -> list
     return doomed
 
 
+def remove_newer(root: Path, step: int) -> None:
+    """Remove the checkpoints of later steps than this one: a run that went back to it makes those steps again."""
+    for path in list_checkpoints(root):
+        if checkpoint_step(path) > step:
+            remove_checkpoint(path)
+
+
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint; one that is half removed is never taken for a complete one."""
     aside = path.with_name(f".{path.name}.removed")

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forge.checkpoint.folder import list_checkpoints
+from forge.checkpoint.folder import checkpoint_step, list_checkpoints
 from forge.checkpoint.layout import (
     PARAMS,
     PARAMS_PREFIX,
@@ -105,10 +105,15 @@ def _check_file(file: Path, expected: dict[str, Any]) -> None:
         raise CheckpointError(f"{file}: damaged: its SHA-256 is not that of what was written")
 
 
-def latest_sound(root: Path) -> Path | None:
-    """The newest checkpoint whose files are all intact; damaged ones are named in a warning and passed over."""
+def latest_sound(root: Path, before: int | None = None) -> Path | None:
+    """The newest checkpoint whose files are all intact; damaged ones are named in a warning and passed over.
+
+    Args:
+        before: only of steps below this one.
+    """
     ranks = all_ranks()
-    for path in reversed(ranks.agree(list_checkpoints(root), lambda found: [found[0]] * ranks.size)):
+    found = [path for path in list_checkpoints(root) if before is None or checkpoint_step(path) < before]
+    for path in reversed(ranks.agree(found, lambda lists: [lists[0]] * ranks.size)):
         try:
             verify_checkpoint(path)
         except CheckpointError as error:
@@ -237,6 +242,28 @@ def read_parts(
                     _read(reader, path / file, name, chunk, shared, parts[name].dtype)
                 )
     return {name: as_sharded(part, expected[name]) for name, part in parts.items()}
+
+
+def read_whole(path: Path, layout: Layout, name: str) -> Tensor:
+    """One leaf in full, on the CPU, whatever files its chunks lie in.
+
+    Raises:
+        CheckpointError: damage; the message names the leaf or the file.
+    """
+    return read_parts(path, layout, {name: empty_leaf(path, layout, name)}, "cpu")[name]
+
+
+def empty_leaf(path: Path, layout: Layout, name: str) -> Tensor:
+    """A leaf's shape and dtype, on the meta device.
+
+    Raises:
+        CheckpointError: the checkpoint names a dtype that does not exist.
+    """
+    leaf = layout[name]
+    dtype = getattr(torch, leaf.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{path}: damaged: {name} is said to be of dtype {leaf.dtype}, which torch has not")
+    return torch.empty(leaf.shape, dtype=dtype, device="meta")
 
 
 def _read(reader: Any, file: Path, name: str, chunk: Box, wanted: Box, dtype: torch.dtype) -> Tensor:

@@ -49,6 +49,11 @@ class JobConfig:
                 f"train.global_batch_size = {self.train.global_batch_size} is not divisible by"
                 f" train.micro_batch_size = {self.train.micro_batch_size}"
             )
+        if self.train.max_rollbacks and not self.checkpoint.interval:
+            raise ConfigError(
+                f"train.max_rollbacks = {self.train.max_rollbacks} needs checkpoints to go back to: set"
+                " checkpoint.interval"
+            )
         self._check_schedule()
 
     def _check_schedule(self) -> None:

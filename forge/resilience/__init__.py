@@ -1,7 +1,10 @@
 """Signals, the lock of a run folder, and what to do about bad steps."""
 
 from forge.resilience.lock import lock_run
+from forge.resilience.rollback import Jumps, batch_index, jump_over
 from forge.resilience.signals import Interruption, catch_signals
-from forge.resilience.skips import SkipLimit
+from forge.resilience.skips import SkipLimit, TooManySkips
 
-__all__ = ["Interruption", "SkipLimit", "catch_signals", "lock_run"]
+__all__ = [
+    "Interruption", "Jumps", "SkipLimit", "TooManySkips", "batch_index", "catch_signals", "jump_over", "lock_run",
+]  # fmt: skip

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
+
+from attrs import frozen
 
 from forge.checkpoint import (
     AsyncSaver,
     check_resumable,
+    checkpoint_step,
     has_parameters_only,
     latest_sound,
     list_checkpoints,
     prune_checkpoints,
     read_manifest,
     remove_leftovers,
+    remove_newer,
     save_checkpoint,
 )
 from forge.config import JobConfig, load_config, save_config
 from forge.data import available_cores, prefetch, prepared, share_of
 from forge.errors import CheckpointError, RunError, Stopped
+from forge.logging import get_logger
 from forge.metrics import MetricsTracker, count_parameters
-from forge.resilience import catch_signals, lock_run
+from forge.resilience import Interruption, TooManySkips, batch_index, catch_signals, jump_over, lock_run
 from forge.training.data_pipeline import DataPipeline, build_data_pipeline
 from forge.training.eval import run_eval
 from forge.training.hooks import Hook, HookRunner
@@ -32,11 +37,14 @@ from forge.training.optimizer import eval_params
 from forge.training.parts import Parts, build_parts, initial_state, step_for, whole_params
 from forge.training.profiling import profile_window
 from forge.training.progress import SILENT, Progress, counting_progress, training_progress
+from forge.training.provenance import record_start
 from forge.training.reload import restore
 from forge.training.runtime import Runtime, deterministic_kernels, open_runtime
 from forge.training.samples import sample_text
 from forge.training.state import TrainState
 from forge.training.step import TrainStep
+
+log = get_logger(__name__)
 
 
 def run_training(
@@ -63,9 +71,9 @@ def run_training(
             stack.enter_context(lock_run(run_dir))
         stack.enter_context(deterministic_kernels(config.train.deterministic))
         saved = _find_checkpoint(config, run_dir, runtime)
-        data = _data(config, runtime)
+        data = open_data(config, runtime)
         parts = build_parts(config, runtime)
-        state, notes = _start(config, parts, data, saved)
+        state, notes = starting_state(config, parts, data, saved)
         done = int(state.step)
         if done >= config.train.steps:
             if runtime.leads:
@@ -73,37 +81,111 @@ def run_training(
             return state
         if runtime.leads:
             save_config(config, run_dir / "config.toml")
-        tracker = _tracker(config, runtime, run_dir, done, notes)
+        runner.on_train_begin(config, done)
+        run = _Run(config, parts, data, step_fn, runner)
+        with catch_signals() as interruption:
+            state = _train(run, state, notes, interruption)
+        step = int(state.step)
+        runner.on_train_end(step)
+        if step < config.train.steps:
+            came = interruption.signal or signal.SIGTERM  # to another rank
+            raise Stopped(came, f"saved step {step} in {run_dir}; the same command goes on from there")
+    return state
+
+
+@frozen
+class _Run:
+    """What stays the same in every attempt of a run."""
+
+    config: JobConfig
+    parts: Parts
+    data: DataPipeline
+    step_fn: TrainStep | None
+    hooks: HookRunner
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run_dir)
+
+
+def _train(run: _Run, state: TrainState, notes: dict[str, Any], interruption: Interruption) -> TrainState:
+    """Train to the end; where too many updates are skipped, once more from a checkpoint before them."""
+    while True:
+        try:
+            return _attempt(run, state, notes, interruption)
+        except TooManySkips as error:
+            failure = error.with_traceback(None)  # whose frames hold the state
+        state, notes = _roll_back(run, failure, notes)
+
+
+def _attempt(run: _Run, state: TrainState, notes: dict[str, Any], interruption: Interruption) -> TrainState:
+    """Train on from a state of any step to the end of the run or an interruption."""
+    config, parts, data, runtime = run.config, run.parts, run.data, run.parts.runtime
+    done, steps, jumps = int(state.step), config.train.steps, notes.get("jumps", [])
+    if runtime.leads:
+        record_start(run.run_dir, config, runtime, step=done, jumps=jumps)
+    with ExitStack() as stack:
+        tracker = _tracker(config, runtime, run.run_dir, done, notes)
         stack.callback(tracker.close)
-        progress = stack.enter_context(training_progress(config.train.steps, done)) if runtime.leads else SILENT
+        progress = stack.enter_context(training_progress(steps, done)) if runtime.leads else SILENT
         _announce(config, parts, data, done, progress)
-        batches = stack.enter_context(closing(prefetch(data.batch_at, done, config.train.steps, config.data.prefetch)))
-        saver = stack.enter_context(closing(AsyncSaver())) if config.checkpoint.async_save else None
+        batches = prefetch(lambda step: data.batch_at(batch_index(jumps, step)), done, steps, config.data.prefetch)
+        stack.enter_context(closing(batches))
+        saver = stack.enter_context(_background_saver()) if config.checkpoint.async_save else None
+        step_fn = run.step_fn
         loop = Loop(
             config=config,
             runtime=runtime,
             batches=batches,
             step_at=(lambda _, state: (step_fn, state)) if step_fn is not None else step_for(config, parts),
             evaluate=_evaluation(parts, data),
-            save=_saving(config, runtime, run_dir, tracker, data, saver),
-            before_step=stack.enter_context(profile_window(config.profiling, run_dir / "profile")),
+            save=_saving(config, runtime, run.run_dir, tracker, {"data": data.fingerprint, "jumps": jumps}, saver),
+            before_step=stack.enter_context(profile_window(config.profiling, run.run_dir / "profile")),
             tracker=tracker,
-            hooks=runner,
+            hooks=run.hooks,
             progress=progress,
         )
-        runner.on_train_begin(config, done)
-        with catch_signals() as interruption:
-            state = run_loop(state, loop, interruption)
-        step = int(state.step)
-        runner.on_train_end(step)
-        if step < config.train.steps:
-            came = interruption.signal or signal.SIGTERM  # to another rank
-            raise Stopped(came, f"saved step {step} in {run_dir}; the same command goes on from there")
-        _farewell(config, parts, data, state, progress)
+        state = run_loop(state, loop, interruption)
+        if int(state.step) == steps:
+            _farewell(config, parts, data, state, progress)
     return state
 
 
-def _data(config: JobConfig, runtime: Runtime) -> DataPipeline:
+def _roll_back(run: _Run, failure: TooManySkips, notes: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+    """The state of the newest sound checkpoint before the skipped updates, and notes that jump over the data since.
+
+    Raises:
+        TooManySkips: `train.max_rollbacks` were made.
+        RunError: there is no such checkpoint.
+    """
+    root, jumps = run.run_dir / "checkpoints", notes.get("jumps", [])
+    if len(jumps) >= run.config.train.max_rollbacks:
+        raise failure
+    saved = latest_sound(root, before=failure.first)
+    if saved is None:
+        raise RunError(f"{root}: no sound checkpoint is older than update {failure.first}; {failure}")
+    state, notes = starting_state(run.config, run.parts, run.data, saved)
+    jumps = jump_over(jumps, failed=failure.made, back_to=checkpoint_step(saved))
+    if run.parts.runtime.leads:
+        log.warning("%s; going back to %s and jumping over %d batches", failure, saved.name, jumps[-1][1])
+        remove_newer(root, checkpoint_step(saved))
+    return state, {**notes, "jumps": jumps}
+
+
+@contextmanager
+def _background_saver() -> Generator[AsyncSaver, None, None]:
+    """An `AsyncSaver` whose last failure, which nobody waited for, is a warning like those before it."""
+    saver = AsyncSaver()
+    try:
+        yield saver
+    finally:
+        try:
+            saver.close()
+        except CheckpointError as error:
+            log.warning("%s; the checkpoints before it are kept", error)
+
+
+def open_data(config: JobConfig, runtime: Runtime) -> DataPipeline:
     """Open the data; where it must be tokenised first, one rank does it."""
     if runtime.leads:
         with counting_progress("tokenising documents") as report:
@@ -128,7 +210,7 @@ def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path
     return saved
 
 
-def _start(
+def starting_state(
     config: JobConfig, parts: Parts, data: DataPipeline, saved: Path | None
 ) -> tuple[TrainState, dict[str, Any]]:
     """The state to train from, and the notes beside it."""
@@ -172,24 +254,25 @@ def _saving(
     runtime: Runtime,
     run_dir: Path,
     tracker: MetricsTracker,
-    data: DataPipeline,
+    fixed_notes: dict[str, Any],
     saver: AsyncSaver | None,
-) -> Callable[[TrainState, bool], Path]:
+) -> Callable[[TrainState, bool, bool], Path]:
     root = run_dir / "checkpoints"
 
     def notes() -> dict[str, Any]:
-        return {"loss_ema": list(tracker.ema_state()), "data": data.fingerprint}
+        return {"loss_ema": list(tracker.ema_state()), **fixed_notes}
 
-    def prune(_: Path) -> None:
+    def remove_old(_: Path) -> None:
         if runtime.leads:
             prune_checkpoints(root, config.checkpoint.keep_last_n, config.checkpoint.keep_every)
 
-    def save(state: TrainState, final: bool) -> Path:
+    def save(state: TrainState, final: bool, prune: bool) -> Path:
+        then = remove_old if prune else lambda _: None
         if saver is None:
             path = save_checkpoint(root, state, config=config, notes=notes())
-            prune(path)
+            then(path)
             return path
-        path = saver.save(root, state, config=config, notes=notes(), then=prune)
+        path = saver.save(root, state, config=config, notes=notes(), then=then)
         if final:
             saver.wait()
         return path

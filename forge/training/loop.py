@@ -12,7 +12,7 @@ from forge.data.batch import Batch
 from forge.errors import CheckpointError
 from forge.logging import get_logger
 from forge.metrics import MetricsTracker, StepMetrics
-from forge.resilience import Interruption, SkipLimit
+from forge.resilience import Interruption, SkipLimit, TooManySkips
 from forge.training.hooks import HookRunner
 from forge.training.progress import Progress
 from forge.training.runtime import Runtime
@@ -31,7 +31,7 @@ class Loop:
     batches: Iterator[Batch]  # of the updates that remain, in order
     step_at: Callable[[int, TrainState], tuple[TrainStep, TrainState]]  # the step for update n, and the state for it
     evaluate: Callable[[TrainState], dict[str, float]] | None
-    save: Callable[[TrainState, bool], Path]  # the flag: wait until it is on disk
+    save: Callable[[TrainState, bool, bool], Path]  # the flags: wait until it is on disk; remove old ones then
     before_step: Callable[[int], None]  # profiling
     tracker: MetricsTracker
     hooks: HookRunner
@@ -42,17 +42,20 @@ def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> Train
     """Train until the last step or an interruption, and save there.
 
     Should a hook, an evaluation or the data fail, the state is saved before the exception goes on.
+
+    Raises:
+        TooManySkips: the last good checkpoints stay, rather than make room for this state.
     """
     saved_at: int | None = None
 
-    def save(state: TrainState, step: int, final: bool) -> None:
+    def save(state: TrainState, step: int, final: bool, prune: bool = True) -> None:
         nonlocal saved_at
-        if step != saved_at and _save(loop, state, step, final):
+        if step != saved_at and _save(loop, state, step, final, prune):
             saved_at = step
 
     step = int(state.step)
     try:
-        skips = SkipLimit(loop.config.train.max_consecutive_skips, loop.config.metrics.log_interval)
+        skips = SkipLimit(loop.config.train.max_consecutive_skips, loop.config.metrics.log_interval, step)
         stop = loop.runtime.any_rank(bool(interruption))
         while step < loop.config.train.steps and not stop:
             loop.before_step(step + 1)
@@ -65,7 +68,10 @@ def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> Train
             if _due(step, loop.config.eval.interval, final):
                 _evaluate(state, step, loop)
             if final or stop or _due(step, loop.config.checkpoint.interval, False):
-                save(state, step, final or stop)
+                # While updates are skipped, the checkpoints before them stay: a rollback may need them.
+                save(state, step, final or stop, prune=not bool(result.skipped))
+    except TooManySkips:
+        raise
     except Exception:
         # Of several ranks only this one may have failed, and saving takes all of them.
         if loop.runtime.mesh is None and not is_donated(state) and int(state.step) > 0:
@@ -121,11 +127,11 @@ def describe_eval(metrics: Mapping[str, float]) -> str:
     return line
 
 
-def _save(loop: Loop, state: TrainState, step: int, final: bool) -> bool:
+def _save(loop: Loop, state: TrainState, step: int, final: bool, prune: bool) -> bool:
     """Save; a failure in the middle of a run is a warning, at its end an error."""
     with loop.tracker.excluded("checkpoint"):
         try:
-            path = loop.save(state, final)
+            path = loop.save(state, final, prune)
         except CheckpointError as error:
             if final:
                 raise

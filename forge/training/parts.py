@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from forge.distributed.parallelize import allocate, materialize, parallelize, pa
 from forge.distributed.pipeline import Stages, build_pipeline_norm, gather_stages
 from forge.distributed.shards import as_sharded, local_part, sharded_norm, tree_whole
 from forge.model import Transformer, build_model, init_params
+from forge.pytree import PyTree
 from forge.training.eval import EvalStep, build_eval_step
 from forge.training.extras import init_extras
 from forge.training.freeze import ever_trainable, stage_boundaries, trainable_names
@@ -31,6 +33,7 @@ from forge.training.optimizer import (
 from forge.training.optimizer.muon_sharded import sharded_orthogonal_steps
 from forge.training.runtime import Runtime
 from forge.training.scheduler import Schedule, build_scheduler
+from forge.training.spikes import init_spikes
 from forge.training.state import TrainState, init_state
 from forge.training.step import TrainStep, build_train_step
 
@@ -109,7 +112,7 @@ def initial_state(config: JobConfig, parts: Parts, params: dict[str, Tensor] | N
         params = materialize(parts.model, config, runtime.device)
     learned = trainable_names(config.train.freeze, parts.names, 0)
     opt_state = init_opt_state(parts.optimizer, {name: params[name] for name in params if name in learned})
-    return init_state(params, opt_state, init_extras(config.model, runtime.device))
+    return init_state(params, opt_state, _extras(config, runtime.device))
 
 
 def adopt(parts: Parts, state: TrainState) -> TrainState:
@@ -120,7 +123,9 @@ def adopt(parts: Parts, state: TrainState) -> TrainState:
 def _own(parts: Parts, params: dict[str, Tensor]) -> dict[str, Tensor]:
     if parts.runtime.mesh is None:
         return params
-    own = allocate(parts.model, parts.runtime.device)
+    own = {name: p.detach() for name, p in parts.model.named_parameters()}
+    if any(local_part(p).is_meta for p in own.values()):
+        own = allocate(parts.model, parts.runtime.device)
     for name, parameter in own.items():
         local_part(parameter).copy_(local_part(params[name]))
     return own
@@ -141,7 +146,11 @@ def template_state(config: JobConfig, parts: Parts, step: int) -> TrainState:
     params = {name: as_sharded(local_part(p.detach()).to("meta", dtype), p) for name, p in named.items()}
     learned = ever_trainable(config.train.freeze, parts.names, max(0, step - 1))
     opt_state = init_opt_state(parts.optimizer, {name: params[name] for name in params if name in learned})
-    return init_state(params, opt_state, init_extras(config.model, "meta"))
+    return init_state(params, opt_state, _extras(config, "meta"))
+
+
+def _extras(config: JobConfig, device: torch.device | str) -> PyTree:
+    return {**init_extras(config.model, device), **init_spikes(config.train, device)}
 
 
 def step_for(config: JobConfig, parts: Parts) -> Callable[[int, TrainState], tuple[TrainStep, TrainState]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen
 from torch import Tensor
 
 from forge.data.batch import IGNORE, Batch
@@ -39,7 +39,7 @@ class StepResult:
     grad_norm: Tensor  # fp32 (): before clipping
     lr: Tensor  # fp32 (): of this update
     tokens: Tensor  # int64 (): target tokens of the global batch
-    skipped: Tensor  # bool (): the update was not made (non-finite gradient, or no target)
+    skipped: Tensor  # bool (): the update was not made (not finite, no target, a spike)
     source_loss: Tensor | None = None  # fp32 (sources,): summed cross entropy by source
     source_tokens: Tensor | None = None  # int64 (sources,)
 
@@ -85,6 +85,8 @@ def is_donated(state: TrainState) -> bool:
 def take(state: TrainState) -> TrainState:
     """Move the contents into a new state that owns them, and make any further use of the old one an error."""
     owned = evolve(state)
+    for field in fields(TrainState):
+        object.__setattr__(state, field.name, None)  # who still holds the old state holds no storage
     object.__setattr__(state, "__class__", _DonatedState)
     return owned
 

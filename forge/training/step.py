@@ -13,6 +13,7 @@ from forge.training.extras import balance_routers
 from forge.training.grad import ValueAndGrad, clip_factor
 from forge.training.loss import LossSums
 from forge.training.optimizer import Optimizer, apply_update
+from forge.training.spikes import build_spike_filter
 from forge.training.state import Batch, StepResult, TrainState, take
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepResult]]
@@ -30,12 +31,12 @@ def build_train_step(
 ) -> TrainStep:
     """Build `train_step(state, batch) -> (state, StepResult)`.
 
-    An update with a non-finite loss or gradient, or without a single target, is skipped: parameters, optimizer state
-    and token count stay as they are, `skipped` is true, and the step counter moves on to the next batch. All of it is
-    decided on the device.
+    An update with a non-finite loss or gradient, without a single target, or (with `train.spike_sigma`) with a spike
+    of either is skipped: parameters, optimizer state and token count stay as they are, `skipped` is true, and the step
+    counter moves on to the next batch. All of it is decided on the device.
 
     Args:
-        config: gives `optimizer.lr` and `train.grad_clip_norm`.
+        config: gives `optimizer.lr`, `train.grad_clip_norm` and what counts as a spike.
         value_and_grad: the seam that knows about devices; see `forge.training.grad`.
         optimizer: (init, update) and what goes with them.
         schedule: multiplier of the base learning rate at update n, from 0.
@@ -45,6 +46,7 @@ def build_train_step(
     """
     norm = global_norm or (foreach_norm if donate else tree_norm)
     base_lr, max_norm = config.optimizer.lr, config.train.grad_clip_norm
+    without_spikes = build_spike_filter(config.train)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepResult]:
         if donate:
@@ -52,7 +54,9 @@ def build_train_step(
         lr = (base_lr * schedule(state.step)).to(torch.float32)
         sums, grads = value_and_grad(state.params, state.extras, batch)
         grad_norm = norm(grads)
-        good = torch.isfinite(grad_norm) & torch.isfinite(sums.total) & (sums.tokens > 0)
+        finite = torch.isfinite(grad_norm) & torch.isfinite(sums.total) & (sums.tokens > 0)
+        loss = sums.total / sums.tokens.clamp(min=1)
+        good, extras = without_spikes(state.extras, loss, grad_norm, finite)
         params, opt_state = apply_update(
             optimizer,
             grads,
@@ -68,7 +72,7 @@ def build_train_step(
             tokens=state.tokens + sums.tokens * good,
             params=params,
             opt_state=opt_state,
-            extras=balance_routers(state.extras, sums.router_counts, good, config.model.moe.bias_update_rate),
+            extras=balance_routers(extras, sums.router_counts, good, config.model.moe.bias_update_rate),
         )
         return after, _result(sums, grad_norm, lr, ~good)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from forge.checkpoint import list_checkpoints
+from forge.checkpoint import list_checkpoints, read_manifest
 from forge.config import (
     WSD,
     AdamW,
@@ -32,9 +33,12 @@ from forge.config import (
     TrainConfig,
     save_config,
 )
+from forge.data.batch import IGNORE
 from forge.errors import CheckpointError, ConfigError, DataError, RunError, Stopped
 from forge.pytree import tree_equal, tree_map
+from forge.resilience import TooManySkips
 from forge.training import run_training
+from forge.training.data_pipeline import build_data_pipeline
 from forge.training.hooks import Hook
 
 MODEL = ModelConfig(dim=16, n_layers=2, n_heads=2, vocab_size=257, max_seq_len=16)
@@ -43,6 +47,10 @@ TRAIN = TrainConfig(steps=8, seq_len=16, global_batch_size=4, micro_batch_size=2
 
 @pytest.fixture
 def job(tmp_path):
+    return small_job(tmp_path)
+
+
+def small_job(tmp_path):
     """A small job on a few documents of text, a few tenths of a second a run."""
     text = tmp_path / "text"
     text.mkdir()
@@ -73,13 +81,14 @@ def _at(job, name):
 
 
 class _StopAfter(Hook):
-    """Sends this process a signal after a step, as an operator would."""
+    """Sends this process a signal after a step (once a later one was seen before), as an operator would."""
 
-    def __init__(self, step, number=signal.SIGTERM):
-        self.step, self.number = step, number
+    def __init__(self, step, number=signal.SIGTERM, after=0):
+        self.step, self.number, self.after, self.seen = step, number, after, 0
 
     def on_step_end(self, event):
-        if event.step == self.step:
+        self.seen = max(self.seen, event.step)
+        if event.step == self.step and self.seen >= self.after:
             os.kill(os.getpid(), self.number)
 
 
@@ -92,6 +101,7 @@ def test_a_run_leaves_config_metrics_events_and_the_last_checkpoint(job, capsys)
         "checkpoints",
         "config.toml",
         "metrics.jsonl",
+        "provenance.jsonl",
         "tensorboard",
     ]
     assert [p.name for p in list_checkpoints(Path(run, "checkpoints"))] == ["step_00000006", "step_00000008"]
@@ -269,6 +279,72 @@ def test_too_many_skipped_updates_stop_the_run_with_the_last_good_state(job):
     from forge.training.reload import load_run
 
     assert all(torch.isfinite(p).all() for p in load_run(job.run_dir).state.params.values())
+
+
+def _with_data(monkeypatch, change):
+    """Runs read `change(batch_at)`."""
+    import forge.training.entry as entry
+
+    def changed(*args, **options):
+        data = build_data_pipeline(*args, **options)
+        return evolve(data, batch_at=change(data.batch_at))
+
+    monkeypatch.setattr(entry, "build_data_pipeline", changed)
+
+
+def _without_targets(*indices):
+    """The batches of these indices have no target: their updates are skipped."""
+
+    def change(batch_at):
+        def at(index):
+            batch = batch_at(index)
+            return evolve(batch, labels=torch.full_like(batch.labels, IGNORE)) if index in indices else batch
+
+        return at
+
+    return change
+
+
+def _rolling(job, **train):
+    return evolve(job, train=evolve(TRAIN, **{"steps": 12, "max_consecutive_skips": 2, **train}))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_that_rolls_back_equals_one_without_the_data_that_it_jumped_over(job, monkeypatch, capsys, background):
+    """Batches 7 to 9 are bad: back from update 10 to the checkpoint at 6 (that of 9 lies among them), on with batch 10."""
+    job = evolve(
+        _rolling(job, max_rollbacks=1), checkpoint=CheckpointConfig(interval=3, keep_last_n=1, async_save=background)
+    )
+    _with_data(monkeypatch, lambda batch_at: lambda step: batch_at(step if step < 6 else step + 4))
+    straight = run_training(_at(job, "straight"))
+    _with_data(monkeypatch, _without_targets(7, 8, 9))
+    with pytest.raises(Stopped, match="saved step 8"):
+        run_training(job, hooks=_StopAfter(8, after=10))
+    assert re.search(
+        r"updates 8 to 10.*going back to step_00000006 and jumping over 4 batches", capsys.readouterr().err
+    )
+    assert [path.name for path in list_checkpoints(Path(job.run_dir, "checkpoints"))][-1] == "step_00000008"
+    assert tree_equal(run_training(job), straight)
+    assert _steps(job.run_dir) == _steps(_at(job, "straight").run_dir)
+    assert read_manifest(Path(job.run_dir, "checkpoints", "step_00000012"))["notes"]["jumps"] == [[6, 4]]
+
+
+def test_rollbacks_have_a_limit_and_the_good_checkpoints_stay(job, monkeypatch):
+    _with_data(monkeypatch, _without_targets(*range(7, 13)))
+    once = _rolling(_at(job, "once"), max_rollbacks=1)
+    with pytest.raises(TooManySkips, match="updates 7 to 9"):
+        run_training(once)
+    names = [path.name for path in list_checkpoints(Path(once.run_dir, "checkpoints"))]
+    assert names == ["step_00000003", "step_00000006"]
+    twice = run_training(_rolling(job, max_rollbacks=2))
+    _with_data(monkeypatch, lambda batch_at: lambda step: batch_at(step if step < 6 else step + 7))
+    assert tree_equal(twice, run_training(_rolling(_at(job, "straight"))))
+
+
+def test_without_a_checkpoint_before_the_bad_updates_a_rollback_says_so(job, monkeypatch):
+    _with_data(monkeypatch, _without_targets(*range(1, 9)))
+    with pytest.raises(RunError, match=r"no sound checkpoint is older than update 2; 3 updates in a row"):
+        run_training(_rolling(job, max_rollbacks=1))
 
 
 def test_a_failed_checkpoint_is_a_warning_in_the_middle_and_an_error_at_the_end(job, monkeypatch, capsys):
