@@ -270,7 +270,7 @@ def _saving(
 
     def remove_old(_: Path) -> None:
         if runtime.leads:
-            prune_checkpoints(root, config.checkpoint.keep_last_n, config.checkpoint.keep_every)
+            prune_checkpoints(root, config.checkpoint.keep_last_n, config.checkpoint.is_milestone)
 
     def save(state: TrainState, final: bool, prune: bool) -> Path:
         then = remove_old if prune else lambda _: None
