@@ -9,7 +9,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+
+from forge.logging import get_logger
+
+log = get_logger(__name__)
 
 _NAME = re.compile(r"step_(\d{8,})")
 
@@ -34,17 +39,27 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted((p for p in root.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()), key=checkpoint_step)
 
 
-def prune_checkpoints(root: Path, keep_last_n: int, keep_every: int = 0) -> list[Path]:
-    """Remove all but the newest `keep_last_n`; steps divisible by `keep_every` are milestones and stay.
+def prune_checkpoints(
+    root: Path, keep_last_n: int, is_milestone: Callable[[int], bool] = lambda step: False
+) -> list[Path]:
+    """Remove all but the newest `keep_last_n` and the milestones; one that cannot be removed is a warning.
+
+    Args:
+        is_milestone: step -> whether its checkpoint stays.
 
     Returns:
         What was removed.
     """
     old = list_checkpoints(root)[: -max(1, keep_last_n)]
-    doomed = [path for path in old if not (keep_every and checkpoint_step(path) % keep_every == 0)]
-    for path in doomed:
-        remove_checkpoint(path)
-    return doomed
+    removed = []
+    for path in [path for path in old if not is_milestone(checkpoint_step(path))]:
+        try:
+            remove_checkpoint(path)
+        except OSError as error:
+            log.warning("%s: the old checkpoint cannot be removed (%s); training goes on", path, error.strerror)
+        else:
+            removed.append(path)
+    return removed
 
 
 def remove_newer(root: Path, step: int) -> None:
@@ -56,10 +71,22 @@ def remove_newer(root: Path, step: int) -> None:
 
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint; one that is half removed is never taken for a complete one."""
+    shutil.rmtree(_put_aside(path), ignore_errors=True)
+
+
+def install_checkpoint(folder: Path, final: Path) -> None:
+    """Give a complete folder on disk its name; what had it before is removed only then."""
+    old = _put_aside(final) if final.exists() else None
+    folder.rename(final)
+    sync_folder(final.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _put_aside(path: Path) -> Path:
     aside = path.with_name(f".{path.name}.removed")
     shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)
 
 
 def remove_leftovers(root: Path) -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import forge
-from forge.checkpoint.folder import checkpoint_path, remove_checkpoint, sync_folder
+from forge.checkpoint.folder import checkpoint_path, install_checkpoint, sync_folder
 from forge.checkpoint.layout import (
     PARAMS,
     REST,
@@ -167,10 +167,7 @@ def publish(folder: Path, final: Path, *, step: int, tokens: int, files: Files, 
     for name in files.keys() & {CONFIG, LAYOUT} | {MANIFEST}:
         sync_file(folder / name)
     sync_folder(folder)
-    if final.exists():
-        remove_checkpoint(final)
-    folder.rename(final)
-    sync_folder(final.parent)
+    install_checkpoint(folder, final)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

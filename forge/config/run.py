@@ -52,8 +52,21 @@ class CheckpointConfig:
     """Newest checkpoints kept."""
     keep_every: int = field(default=0, validator=integer(least=0))
     """Steps divisible by this are milestones and never removed; 0 = no milestones."""
+    powers_of_two: int = field(default=0, validator=integer(least=0))
+    """Steps 1, 2, 4, ... up to this are saved and never removed, as Pythia's (2023) up to 512; 0 = none."""
     async_save: bool = field(default=False, validator=boolean())
     """Write in the background while training goes on; takes host memory for a copy of what each rank writes."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after `step` updates is saved, whatever else happens."""
+        return (self.interval > 0 and step % self.interval == 0) or self._is_early(step)
+
+    def is_milestone(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is never removed."""
+        return (self.keep_every > 0 and step % self.keep_every == 0) or self._is_early(step)
+
+    def _is_early(self, step: int) -> bool:
+        return 0 < step <= self.powers_of_two and step.bit_count() == 1
 
 
 @frozen

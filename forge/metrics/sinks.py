@@ -170,7 +170,8 @@ class TensorBoardSink:
         self._writer.add_text("config", table, self._first_step)
 
     def close(self) -> None:
-        self._writer.close()
+        with contextlib.suppress(OSError):  # what could not be written, `log` has reported
+            self._writer.close()
 
 
 class WandbSink:

@@ -14,11 +14,15 @@ from attrs import frozen
 from torch import Tensor
 
 from forge.config import JobConfig, flatten_config
+from forge.errors import RunError
+from forge.logging import get_logger
 from forge.metrics.memory import DeviceMemoryMonitor, memory_utilization
 from forge.metrics.mfu import compute_mfu, device_peak_tflops
 from forge.metrics.sinks import Sink, build_sinks
 from forge.metrics.stopwatch import Stopwatch
 from forge.pytree import register_node
+
+log = get_logger(__name__)
 
 Number = float | Tensor
 """A number, or a 0-dim tensor that is read on the next logging step."""
@@ -168,7 +172,10 @@ class MetricsTracker:
 
     def _send(self, step: int, metrics: Mapping[str, float]) -> None:
         for sink in self._sinks:
-            sink.log(step, metrics)
+            try:
+                sink.log(step, metrics)
+            except RunError as error:
+                log.warning("%s; training goes on", error)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

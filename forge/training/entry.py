@@ -179,10 +179,16 @@ def _background_saver() -> Generator[AsyncSaver, None, None]:
     try:
         yield saver
     finally:
-        try:
+        with _failure_as_warning():
             saver.close()
-        except CheckpointError as error:
-            log.warning("%s; the checkpoints before it are kept", error)
+
+
+@contextmanager
+def _failure_as_warning() -> Generator[None, None, None]:
+    try:
+        yield
+    except CheckpointError as error:
+        log.warning("%s; the checkpoints before it are kept", error)
 
 
 def open_data(config: JobConfig, runtime: Runtime) -> DataPipeline:
@@ -264,7 +270,7 @@ def _saving(
 
     def remove_old(_: Path) -> None:
         if runtime.leads:
-            prune_checkpoints(root, config.checkpoint.keep_last_n, config.checkpoint.keep_every)
+            prune_checkpoints(root, config.checkpoint.keep_last_n, config.checkpoint.is_milestone)
 
     def save(state: TrainState, final: bool, prune: bool) -> Path:
         then = remove_old if prune else lambda _: None
@@ -272,6 +278,9 @@ def _saving(
             path = save_checkpoint(root, state, config=config, notes=notes())
             then(path)
             return path
+        if final:
+            with _failure_as_warning():  # of the save before, not of the last one
+                saver.wait()
         path = saver.save(root, state, config=config, notes=notes(), then=then)
         if final:
             saver.wait()

@@ -67,7 +67,7 @@ def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> Train
             stop = loop.runtime.any_rank(bool(interruption))
             if _due(step, loop.config.eval.interval, final):
                 _evaluate(state, step, loop)
-            if final or stop or _due(step, loop.config.checkpoint.interval, False):
+            if final or stop or loop.config.checkpoint.is_due(step):
                 # While updates are skipped, the checkpoints before them stay: a rollback may need them.
                 save(state, step, final or stop, prune=not bool(result.skipped))
     except TooManySkips:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from forge.checkpoint import (
     verify_checkpoint,
 )
 from forge.checkpoint.folder import checkpoint_path, checkpoint_step
-from forge.config import AdamW, JobConfig, Lion, ModelConfig, Muon, ScheduleFree, TrainConfig
+from forge.config import AdamW, CheckpointConfig, JobConfig, Lion, ModelConfig, Muon, ScheduleFree, TrainConfig
 from forge.errors import CheckpointError
 from forge.pytree import tree_equal, tree_map
 from forge.training.parts import build_parts, initial_state, template_state
@@ -138,8 +140,6 @@ def test_any_damage_is_found_and_the_file_named(data, tmp_path_factory):
 
 
 def test_the_newest_sound_checkpoint_is_used_and_the_damaged_one_named(tmp_path, caplog):
-    import logging
-
     for step in (10, 20, 30):
         save_checkpoint(tmp_path, _state(step=step)[0], config=CONFIG)
     (tmp_path / "step_00000030" / "state.safetensors").write_bytes(b"")
@@ -192,15 +192,49 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     steps=st.sets(st.integers(1, 400), min_size=1, max_size=12),
     keep_last_n=st.integers(1, 5),
     keep_every=st.sampled_from([0, 50, 100]),
+    powers_of_two=st.sampled_from([0, 1, 31, 512]),
 )
-def test_pruning_keeps_the_newest_and_the_milestones(steps, keep_last_n, keep_every, tmp_path_factory):
+def test_pruning_keeps_the_newest_and_the_milestones(steps, keep_last_n, keep_every, powers_of_two, tmp_path_factory):
     root = tmp_path_factory.mktemp("root")
     for step in steps:
         checkpoint_path(root, step).mkdir()
-    prune_checkpoints(root, keep_last_n, keep_every)
+    config = CheckpointConfig(keep_every=keep_every, powers_of_two=powers_of_two)
+    prune_checkpoints(root, keep_last_n, config.is_milestone)
     kept = {checkpoint_step(path) for path in list_checkpoints(root)}
     newest = set(sorted(steps)[-keep_last_n:])
-    assert kept == newest | {step for step in steps if keep_every and step % keep_every == 0}
+    early = {2**n for n in range(10) if 2**n <= powers_of_two}
+    assert kept == newest | {step for step in steps if (keep_every and step % keep_every == 0) or step in early}
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, caplog):
+    for step in (1, 2, 3):
+        checkpoint_path(tmp_path, step).mkdir()
+    real = Path.rename
+
+    def refuse(self, target):
+        if self.name == "step_00000001":
+            raise PermissionError(13, "Permission denied")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    logger = logging.getLogger("forge.checkpoint.folder")
+    logger.addHandler(caplog.handler)
+    try:
+        assert prune_checkpoints(tmp_path, 1) == [tmp_path / "step_00000002"]
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "step_00000001: the old checkpoint cannot be removed (Permission denied)" in caplog.text
+    assert [checkpoint_step(path) for path in list_checkpoints(tmp_path)] == [1, 3]
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_both_on_disk(tmp_path, monkeypatch):
+    """The old one is removed only after the new one has its name."""
+    import forge.checkpoint.folder as folder
+
+    final, removed = save_checkpoint(tmp_path, _state(seed=1)[0], config=CONFIG), []
+    monkeypatch.setattr(folder.shutil, "rmtree", lambda path, **_: removed.append((path.name, final.exists())))
+    save_checkpoint(tmp_path, _state(seed=2)[0], config=CONFIG)
+    assert removed[-1] == (".step_00000012.removed", True) and verify_checkpoint(final)
 
 
 def test_a_pickle_offered_as_a_checkpoint_does_not_run(tmp_path):

@@ -112,6 +112,12 @@ def test_a_run_leaves_config_metrics_events_and_the_last_checkpoint(job, capsys)
     assert "bits per byte" in out and "tensorboard --logdir" in out and "generate --run-dir" in out
 
 
+def test_powers_of_two_are_saved_early_on_and_never_removed(job):
+    run_training(evolve(job, checkpoint=CheckpointConfig(interval=3, keep_last_n=1, powers_of_two=5)))
+    names = [path.name[-2:] for path in list_checkpoints(Path(job.run_dir, "checkpoints"))]
+    assert names == ["01", "02", "04", "08"]
+
+
 VARIANTS = {
     "adamw": lambda job: job,
     "muon": lambda job: evolve(job, optimizer=Muon(adam_lr=1e-2)),
