@@ -61,6 +61,19 @@ def test_the_older_form_of_llama_is_read():
     )  # fmt: skip
 
 
+def test_the_length_before_stretching_is_by_default_that_of_the_model():
+    values = {**LLAMA31_8B, "rope_scaling": {**LLAMA31_8B["rope_scaling"]}}
+    del values["rope_scaling"]["original_max_position_embeddings"]
+    assert read_config_json(values)[1].rope_original_max_seq_len == 131072
+
+
+def test_every_version_of_transformers_is_told_that_all_layers_have_the_window():
+    config = model("qwen3", sliding_window=5)
+    values = write_config_json(config, family_of(config), dtype="float32")
+    assert (values["use_sliding_window"], values["sliding_window"], values["max_window_layers"]) == (True, 5, 0)
+    assert values["layer_types"] == ["sliding_attention"] * 2
+
+
 def test_gpt2_with_what_it_leaves_out_is_read():
     _, config = read_config_json(GPT2)
     assert config == ModelConfig(
