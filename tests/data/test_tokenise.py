@@ -23,7 +23,7 @@ from forge.data.documents import cut, is_held_out
 from forge.errors import DataError
 
 BYTES = ByteTokenizer()
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -100,8 +100,8 @@ def _content(folder) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@settings(deadline=None, max_examples=60)
-@given(corpus=CORPORA, shard_tokens=st.integers(1, 60), fraction=st.sampled_from([0, 0.02, 0.3, 0.5]))
+@settings(deadline=None, max_examples=40)
+@given(corpus=CORPORA, shard_tokens=st.integers(8, 60), fraction=st.sampled_from([0, 0.02, 0.3, 0.5]))
 def test_the_files_hold_each_document_once_in_order_on_its_side(tmp_path_factory, corpus, shard_tokens, fraction):
     tmp_path = tmp_path_factory.mktemp("law")
     path = corpus.write(tmp_path / "text")
@@ -123,8 +123,8 @@ class _Stop(Exception):
     pass
 
 
-@settings(deadline=None, max_examples=60)
-@given(corpus=CORPORA, shard_tokens=st.integers(1, 60), fraction=st.sampled_from([0, 0.3]), data=st.data())
+@settings(deadline=None, max_examples=25)
+@given(corpus=CORPORA, shard_tokens=st.integers(8, 60), fraction=st.sampled_from([0, 0.3]), data=st.data())
 def test_stopped_anywhere_any_number_of_times_it_ends_with_the_same_bytes(
     tmp_path_factory, corpus, shard_tokens, fraction, data
 ):
@@ -223,17 +223,18 @@ def test_text_that_changes_after_the_place_reached_keeps_the_work_before_it(tmp_
     assert _content(tmp_path / "out") == _content(tmp_path / "straight")
 
 
-def test_damage_in_the_middle_is_named_and_once_repaired_the_work_goes_on(tmp_path):
+def test_damage_is_named_and_once_that_file_is_repaired_the_work_on_those_before_it_goes_on(tmp_path):
     path = LARGE.write(tmp_path / "text")
     lines = (tmp_path / "text" / "c.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "text" / "c.jsonl").write_bytes(b"".join([*lines[:9], b'{"text"\n', *lines[9:]]))
-    with pytest.raises(DataError, match=r"c\.jsonl: line 10: not JSON"):
+    (tmp_path / "text" / "c.jsonl").write_bytes(b"".join([b'{"text"\n', *lines]))
+    with pytest.raises(DataError, match=r"c\.jsonl: line 1: not JSON"):
         prepare(path, tmp_path / "out", BYTES, eval_fraction=0.2, shard_tokens=300)
-    assert os.listdir(tmp_path) == ["text", ".out.work"] or ".out.work" in os.listdir(tmp_path)
+    before = (tmp_path / ".out.work" / "folder" / "train-00000.bin").stat().st_mtime_ns
     (tmp_path / "text" / "c.jsonl").write_bytes(b"".join(lines))
     prepare(path, tmp_path / "out", BYTES, eval_fraction=0.2, shard_tokens=300)
     prepare(path, tmp_path / "straight", BYTES, eval_fraction=0.2, shard_tokens=300)
     assert _content(tmp_path / "out") == _content(tmp_path / "straight")
+    assert (tmp_path / "out" / "train-00000.bin").stat().st_mtime_ns == before
 
 
 @pytest.mark.slow
