@@ -169,7 +169,7 @@ class SplitWriter:
             writer = self._open or self._begin()
             room = self._shard_tokens - writer.n_tokens
             stop = int(np.searchsorted(ends, offset + room, side="right"))
-            if stop == start and writer.n_tokens:
+            if stop <= start and writer.n_tokens:
                 self._finish(writer)
                 continue
             stop = max(stop, start + 1)

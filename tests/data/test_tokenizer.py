@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -96,3 +97,14 @@ def test_a_file_that_is_no_usable_tokenizer_is_one_line_that_names_it(tmp_path, 
     with pytest.raises(DataError) as caught:
         build_tokenizer(str(path))
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_sent_to_another_process_encodes_the_same(tmp_path):
+    tokenizer = build_tokenizer(str(_save(tmp_path / "tokenizer.json")))
+    sent = pickle.loads(pickle.dumps(tokenizer))
+    assert sent == tokenizer
+    assert sent.encode("a <|endoftext|> b").tolist() == tokenizer.encode("a <|endoftext|> b").tolist() == [0, 2, 1]
+
+
+def test_a_lone_surrogate_of_a_json_file_is_encoded_rather_than_fatal(tmp_path):
+    assert build_tokenizer(str(_save(tmp_path / "tokenizer.json"))).encode("a \ud800 b").tolist() == [0, 2, 1]
