@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -17,7 +18,7 @@ from attrs import field, frozen
 from forge.config.checks import integer, number, optional
 from forge.config.flags import parse, parse_job, pop_flag
 from forge.errors import ConfigError, ForgeError, did_you_mean
-from forge.logging import process_rank
+from forge.logging import complain, several_processes
 
 PRESET = Path(__file__).parent / "configs" / "tiny.toml"
 
@@ -164,18 +165,21 @@ LATER = ("replay", "export", "import", "doctor")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command and return the exit status: 0, 2 for a mistake of the user's, 128 + n for signal n."""
+    """Run a command and return the exit status.
+
+    0; 2 for a mistake of the user's; 1 where a rank hung or another one failed; 128 + n for signal n.
+    """
     try:
         command, rest = _command(argv)
         command(rest)
         sys.stdout.flush()
     except ForgeError as error:
-        _complain(" ".join(str(error).split("\n")))
+        complain(str(error))
         return error.exit_status
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        _complain(f"out of memory: {_OUT_OF_MEMORY}")
+        complain(f"out of memory: {_OUT_OF_MEMORY}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -185,10 +189,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _complain(message: str) -> None:
-    """One line on stderr; in a job of several processes it names the rank."""
-    rank = f" (rank {process_rank()})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    print(f"error{rank}: {message}", file=sys.stderr)
+def _main_of_a_rank(argv: Sequence[str]) -> int:
+    """`main` in one process of several; after a failure nothing waits at the end for ranks that are gone."""
+    try:
+        status = main(argv)
+    except Exception as error:
+        traceback.print_exc()
+        complain(f"{type(error).__name__}: {error}")
+        status = 1
+    if status != 0:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 _OUT_OF_MEMORY = "lower --train.micro-batch-size, or --train.activation-checkpointing full; see `cli.py plan`"
@@ -226,4 +239,4 @@ def _help(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what a model writes may not fit the terminal's encoding
-    sys.exit(main(sys.argv[1:]))
+    sys.exit((_main_of_a_rank if several_processes() else main)(sys.argv[1:]))

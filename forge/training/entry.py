@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from forge.checkpoint import (
     save_checkpoint,
 )
 from forge.config import JobConfig, load_config, save_config
-from forge.data import prefetch, prepared, share_of
+from forge.data import Batch, prefetch, prepared, share_of
 from forge.errors import CheckpointError, RunError, Stopped
 from forge.metrics import MetricsTracker, count_parameters
-from forge.resilience import catch_signals, lock_run
+from forge.resilience import catch_signals, lock_run, watch
 from forge.training.data_pipeline import DataPipeline, build_data_pipeline
 from forge.training.eval import run_eval
 from forge.training.hooks import Hook, HookRunner
@@ -58,6 +57,7 @@ def run_training(
     run_dir = Path(config.run_dir)
     with ExitStack() as stack:
         runtime = stack.enter_context(open_runtime(config))
+        watchdog = stack.enter_context(watch(runtime, config.distributed.watchdog_seconds, run_dir / "stacks"))
         if runtime.leads:
             stack.enter_context(lock_run(run_dir))
         stack.enter_context(deterministic_kernels(config.train.deterministic))
@@ -83,21 +83,23 @@ def run_training(
             runtime=runtime,
             batches=batches,
             step_at=(lambda _, state: (step_fn, state)) if step_fn is not None else step_for(config, parts),
-            evaluate=_evaluation(parts, data),
+            evaluate=_evaluation(parts, data, watchdog.beat),
             save=_saving(config, runtime, run_dir, tracker, data, saver),
             before_step=stack.enter_context(profile_window(config.profiling, run_dir / "profile")),
+            beat=watchdog.beat,
             tracker=tracker,
             hooks=runner,
             progress=progress,
         )
+        stack.push(watchdog.mark)
         runner.on_train_begin(config, done)
-        with catch_signals() as interruption:
+        with catch_signals(config.checkpoint.stop_within_seconds, watchdog.end) as interruption:
             state = run_loop(state, loop, interruption)
         step = int(state.step)
         runner.on_train_end(step)
         if step < config.train.steps:
-            came = interruption.signal or signal.SIGTERM  # to another rank
-            raise Stopped(came, f"saved step {step} in {run_dir}; the same command goes on from there")
+            assert interruption.signal is not None
+            raise Stopped(interruption.signal, f"saved step {step} in {run_dir}; the same command goes on from there")
         _farewell(config, parts, data, state, progress)
     return state
 
@@ -153,15 +155,22 @@ def _tracker(config: JobConfig, runtime: Runtime, run_dir: Path, done: int, note
     return tracker
 
 
-def _evaluation(parts: Parts, data: DataPipeline) -> Callable[[TrainState], dict[str, float]] | None:
+def _evaluation(
+    parts: Parts, data: DataPipeline, beat: Callable[[str], None]
+) -> Callable[[TrainState], dict[str, float]] | None:
     batches = data.eval_batches
     if batches is None:
         return None
 
+    def watched() -> Iterator[Batch]:
+        for batch in batches:
+            beat("in the evaluation")
+            yield batch
+
     def evaluate(state: TrainState) -> dict[str, float]:
         params = eval_params(parts.optimizer, state.params, state.opt_state)
         runtime = parts.runtime
-        on_device = (share_of(batch, runtime.data_rank, runtime.data_ranks).to(runtime.device) for batch in batches)
+        on_device = (share_of(batch, runtime.data_rank, runtime.data_ranks).to(runtime.device) for batch in watched())
         return run_eval(parts.eval_step, params, state.extras, on_device, bytes_per_token=data.bytes_per_token)
 
     return evaluate
