@@ -17,7 +17,7 @@ from attrs import field, frozen
 
 from forge.config.checks import integer, number, optional
 from forge.config.flags import parse, parse_job, pop_flag
-from forge.errors import ConfigError, ForgeError, did_you_mean
+from forge.errors import ConfigError, ForgeError, RunError, did_you_mean
 from forge.logging import complain, several_processes
 
 PRESET = Path(__file__).parent / "configs" / "tiny.toml"
@@ -73,6 +73,14 @@ class Prepare:
     """'bytes', or the path of a tokenizer.json."""
     eval_fraction: float = field(default=0.02, validator=number(least=0, most=0.5))
     """Share of the documents held out."""
+
+
+@frozen
+class Doctor:
+    """Whether this machine can carry a run."""
+
+    run_dir: str = "runs/tiny"
+    """Folder that runs will write to; it need not exist."""
 
 
 def train(argv: Sequence[str]) -> None:
@@ -147,6 +155,19 @@ def plan(argv: Sequence[str]) -> None:
     print(format_plan(plan_run(config, tflops=float(rate) if rate is not None else measured_tflops(config))))
 
 
+def doctor(argv: Sequence[str]) -> None:
+    """Look at versions, devices, communication, disk, clock and limits of this machine; one line each."""
+    args = parse(Doctor, argv, prog="cli.py doctor")
+    from forge.doctor import examine
+
+    bad = 0
+    for finding in examine(Path(args.run_dir)):
+        print(f"{finding.state:<5}{finding.text}", flush=True)
+        bad += finding.state == "BAD"
+    if bad:
+        raise RunError(f"{bad} of these would break a run; each line says what to do")
+
+
 def _is_positive(text: str) -> bool:
     try:
         return 0 < float(text) < float("inf")
@@ -160,8 +181,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "generate": generate,
     "prepare": prepare,
     "plan": plan,
+    "doctor": doctor,
 }
-LATER = ("replay", "export", "import", "doctor")
+LATER = ("replay", "export", "import")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ["errors", "logging", "config", "pytree", "model", "metrics", "data", "distributed", "training", "checkpoint",
-          "resilience", "top"]  # fmt: skip
+          "resilience", "doctor", "top"]  # fmt: skip
 ON_TOP = {"entry", "loop", "reload", "parts", "plan", "progress", "profiling", "data_pipeline", "samples"}
 """Modules of training that sit on checkpoint and resilience."""
 

@@ -31,6 +31,12 @@ class Failure:
     line: str
     status: int  # to exit with
     hung: Sequence[int] = ()  # ranks
+    silent: bool = False  # whether these do not answer
+
+    @property
+    def absent(self) -> int:
+        """Ranks that will not read this."""
+        return len(self.hung) if self.silent else 0
 
 
 class Still:
@@ -64,7 +70,8 @@ def judge(seen: Mapping[int, tuple[Report, float]], limit: float, silence: float
     if silent:
         quiet = max(seen[rank][1] for rank in silent)
         named = name_ranks(silent, reports)
-        return Failure(f"{named} hung: no sign of life for {quiet:.0f} s, stopped, dead or out of reach", 1, silent)
+        line = f"{named} hung: no sign of life for {quiet:.0f} s, stopped, dead or out of reach"
+        return Failure(line, 1, silent, silent=True)
     if not idle:
         return None
     hung = held_up_by(reports)

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
+from attrs import evolve
 
 from forge.errors import ForgeError, RankError, Stopped
 from forge.resilience.ending import dump_stacks, end_process, place_of, within
@@ -130,10 +131,12 @@ class Watchdog:
         """
         if self._store is None or isinstance(error, KeyboardInterrupt):
             return
-        failure = self._reason(error) if _of_a_collective(error) else None
-        self._say_goodbye()
-        if failure is not None:
-            raise RankError(failure.line) from error
+        if not _of_a_collective(error):
+            self._say_goodbye()
+            return
+        failure = self._reason(error)
+        self._say_goodbye(without=failure.absent)
+        raise RankError(failure.line) from error
 
     def _reason(self, error: BaseException) -> Failure:
         """Why a collective failed: what a rank said, else a rank that says nothing any more."""
@@ -153,13 +156,13 @@ class Watchdog:
         gone = [rank for rank in reports if before[rank] == after[rank] and rank != self.rank]
         named = name_ranks(gone or held_up_by(reports), reports)
         how = "died or stopped without a word" if gone else "did not come"
-        return self._publish(Failure(f"{named} {how}: {_in_a_line(error)}", 1))
+        return self._publish(Failure(f"{named} {how}: {_in_a_line(error)}", 1, gone, True))
 
     def _publish(self, failure: Failure) -> Failure:
         """Tell the job, and get what was told first."""
-        assert self._store is not None
         with contextlib.suppress(RuntimeError):
-            failure = read_as(Failure, self._store.compare_set("failure", "", written(failure)))
+            if self._store is not None:
+                return read_as(Failure, self._store.compare_set("failure", "", written(failure)))
         return failure
 
     def _say_goodbye(self, without: int = 0) -> None:
@@ -227,7 +230,7 @@ class Watchdog:
             failure = judge({0: (seen[0][0], max(seen[0][1], stuck))}, self.seconds, self.poll)
         if failure is None:
             return None
-        return Failure(f"{failure.line}; stacks of every thread are in {self.folder}", 1, failure.hung)
+        return evolve(failure, line=f"{failure.line}; stacks of every thread are in {self.folder}")
 
     def _end(self, failure: Failure) -> None:
         """End this process from another thread than the main one, and the other ranks by telling them."""
@@ -235,7 +238,7 @@ class Watchdog:
             dump_stacks(self.folder, also_on_stderr=self.rank in failure.hung)
         if not failure.hung or failure is self._failure or self.rank == 0:  # else rank 0 hung, and its store with it
             within(GOODBYE_SECONDS, lambda: self._publish(failure))
-            self._say_goodbye(without=len(failure.hung))
+            self._say_goodbye(without=failure.absent)
         end_process(failure.line, failure.status)
 
 
