@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -17,8 +18,8 @@ from tyro.conf import Positional
 
 from forge.config.checks import integer, number, optional
 from forge.config.flags import parse, parse_job, pop_flag
-from forge.errors import ConfigError, ForgeError, did_you_mean
-from forge.logging import process_rank
+from forge.errors import ConfigError, ForgeError, RunError, did_you_mean
+from forge.logging import complain, several_processes
 
 PRESET = Path(__file__).parent / "configs" / "tiny.toml"
 
@@ -131,6 +132,14 @@ class Diff:
     """Folder of a checkpoint, runs/x/checkpoints/step_00000012."""
     b: Positional[str] = ""
     """The other."""
+
+
+@frozen
+class Doctor:
+    """Whether this machine can carry a run."""
+
+    run_dir: str = "runs/tiny"
+    """Folder that runs will write to; it need not exist."""
 
 
 def train(argv: Sequence[str]) -> None:
@@ -258,6 +267,19 @@ def diff(argv: Sequence[str]) -> int:
     return 1 if different else 0
 
 
+def doctor(argv: Sequence[str]) -> None:
+    """Look at versions, devices, communication, disk, clock and limits of this machine; one line each."""
+    args = parse(Doctor, argv, prog="cli.py doctor")
+    from forge.doctor import examine
+
+    bad = 0
+    for finding in examine(Path(args.run_dir)):
+        print(f"{finding.state:<5}{finding.text}", flush=True)
+        bad += finding.state == "BAD"
+    if bad:
+        raise RunError(f"{bad} of these would break a run; each line says what to do")
+
+
 def _is_positive(text: str) -> bool:
     try:
         return 0 < float(text) < float("inf")
@@ -275,14 +297,15 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "import": import_,
     "replay": replay,
     "diff": diff,
+    "doctor": doctor,
 }
-LATER = ("doctor",)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a command and return the exit status.
 
-    0; 1 where replay or diff found a difference, 2 for a mistake of the user's, 128 + n for signal n.
+    0; 2 for a mistake of the user's; 1 where replay or diff found a difference, a rank hung or another one failed;
+    128 + n for signal n.
     """
     try:
         command, rest = _command(argv)
@@ -290,12 +313,12 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return status or 0
     except ForgeError as error:
-        _complain(" ".join(str(error).split("\n")))
+        complain(str(error))
         return error.exit_status
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        _complain(f"out of memory: {_OUT_OF_MEMORY}")
+        complain(f"out of memory: {_OUT_OF_MEMORY}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -305,10 +328,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _complain(message: str) -> None:
-    """One line on stderr; in a job of several processes it names the rank."""
-    rank = f" (rank {process_rank()})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    print(f"error{rank}: {message}", file=sys.stderr)
+def _main_of_a_rank(argv: Sequence[str]) -> int:
+    """`main` in one process of several; after a failure nothing waits at the end for ranks that are gone."""
+    try:
+        status = main(argv)
+    except Exception as error:
+        traceback.print_exc()
+        complain(f"{type(error).__name__}: {error}")
+        status = 1
+    if status != 0:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 _OUT_OF_MEMORY = "lower --train.micro-batch-size, or --train.activation-checkpointing full; see `cli.py plan`"
@@ -325,8 +357,6 @@ def _command(argv: Sequence[str]) -> tuple[Callable[[Sequence[str]], int | None]
         return train, argv
     if argv[0] in ("-h", "--help"):
         return _help, argv
-    if argv[0] in LATER:
-        raise ConfigError(f"{argv[0]} is not in this version; there are {', '.join(COMMANDS)}")
     if argv[0] not in COMMANDS:
         raise ConfigError(
             f"unknown command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}; there are {', '.join(COMMANDS)}"
@@ -346,4 +376,4 @@ def _help(argv: Sequence[str]) -> None:
 if __name__ == "__main__":
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what a model writes may not fit the terminal's encoding
-    sys.exit(main(sys.argv[1:]))
+    sys.exit((_main_of_a_rank if several_processes() else main)(sys.argv[1:]))

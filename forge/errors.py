@@ -37,6 +37,12 @@ class DonatedError(ForgeError):
     """A `TrainState` was used after a train step took its storage (`donate=True`)."""
 
 
+class RankError(ForgeError):
+    """Another rank failed or hung, which ended this one too."""
+
+    exit_status = 1
+
+
 class Stopped(ForgeError):
     """A signal ended the run, after saving; the exit status is the shell's for that signal, 130 for Ctrl-C."""
 

@@ -5,6 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
+
+
+def in_slurm_step(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether srun started this process; an sbatch script has SLURM's other variables too."""
+    return "SLURM_STEP_NODELIST" in env
+
+
+def several_processes(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher started more processes than this one."""
+    return env.get("WORLD_SIZE", env.get("SLURM_NTASKS", "1") if in_slurm_step(env) else "1") != "1"
+
+
+def complain(message: str) -> None:
+    """One line on stderr; in a job of several processes it names the rank."""
+    rank = f" (rank {process_rank()})" if several_processes() else ""
+    print(f"error{rank}: " + " ".join(message.split("\n")), file=sys.stderr, flush=True)
 
 
 def process_rank() -> int:

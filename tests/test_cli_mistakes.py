@@ -104,11 +104,6 @@ def test_a_contradicting_config_on_resume_names_key_and_values(trained):
     assert tree_of(trained.parent) == before
 
 
-@pytest.mark.parametrize("command", cli.LATER)
-def test_commands_of_later_versions_say_so(command):
-    assert f"{command} is not in this version" in refused(command, "--help")
-
-
 def test_an_unknown_command_suggests_the_nearest():
     assert "unknown command 'trian' (did you mean 'train'?)" in refused("trian")
 

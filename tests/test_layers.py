@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ["errors", "logging", "config", "pytree", "model", "metrics", "data", "distributed", "training", "checkpoint",
-          "resilience", "top"]  # fmt: skip
+          "resilience", "doctor", "top"]  # fmt: skip
 ON_TOP = {
     "data_pipeline",
     "entry",

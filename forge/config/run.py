@@ -10,11 +10,13 @@ from forge.config.checks import boolean, integer, number, one_of, optional, text
 from forge.errors import ConfigError
 
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
+MONTH = 30 * 24 * 3600
+"""In seconds."""
 
 
 @frozen
 class DistributedConfig:
-    """Size of each dimension of the device mesh; their product is the world size."""
+    """Size of each dimension of the device mesh; their product is the world size. And how long ranks wait."""
 
     SECTION: ClassVar[str] = "distributed"
 
@@ -34,6 +36,11 @@ class DistributedConfig:
     """Context parallel ranks: a sequence is cut over them."""
     ep: int = field(default=1, validator=integer(least=1))
     """Expert parallel ranks."""
+    timeout_seconds: float = field(default=1800, validator=number(least=1, most=MONTH))
+    """Longest wait of a rank for the others: at the start, while one tokenises the text, and in every collective."""
+    watchdog_seconds: float | None = field(default=None, validator=optional(number(least=0, most=MONTH)))
+    """A rank without progress for so long is named, with where it hangs, and the run ended; 0 = never; unset = 600 for
+    several processes, never for one."""
 
     def __attrs_post_init__(self) -> None:
         if self.dp_shard == 0:
@@ -56,6 +63,8 @@ class CheckpointConfig:
     """Steps 1, 2, 4, ... up to this are saved and never removed, as Pythia's (2023) up to 512; 0 = none."""
     async_save: bool = field(default=False, validator=boolean())
     """Write in the background while training goes on; takes host memory for a copy of what each rank writes."""
+    stop_within_seconds: float = field(default=600, validator=number(least=0, most=MONTH))
+    """A signal ends the process after so long even if it has not saved yet; 0 = it may take as long as it takes."""
 
     def is_due(self, step: int) -> bool:
         """Whether the state after `step` updates is saved, whatever else happens."""

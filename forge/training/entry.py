@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from attrs import frozen
@@ -24,11 +24,20 @@ from forge.checkpoint import (
     save_checkpoint,
 )
 from forge.config import JobConfig, load_config, save_config
-from forge.data import available_cores, prefetch, prepared, share_of
+from forge.data import Batch, available_cores, prefetch, prepared, share_of
 from forge.errors import CheckpointError, RunError, Stopped
 from forge.logging import get_logger
 from forge.metrics import MetricsTracker, count_parameters
-from forge.resilience import Interruption, TooManySkips, batch_index, catch_signals, jump_over, lock_run
+from forge.resilience import (
+    Interruption,
+    TooManySkips,
+    Watchdog,
+    batch_index,
+    catch_signals,
+    jump_over,
+    lock_run,
+    watch,
+)
 from forge.training.data_pipeline import DataPipeline, build_data_pipeline
 from forge.training.eval import run_eval
 from forge.training.hooks import Hook, HookRunner
@@ -67,6 +76,7 @@ def run_training(
     run_dir = Path(config.run_dir)
     with ExitStack() as stack:
         runtime = stack.enter_context(open_runtime(config))
+        watchdog = stack.enter_context(watch(runtime, config.distributed.watchdog_seconds, run_dir / "stacks"))
         if runtime.leads:
             stack.enter_context(lock_run(run_dir))
         stack.enter_context(deterministic_kernels(config.train.deterministic))
@@ -82,14 +92,14 @@ def run_training(
         if runtime.leads:
             save_config(config, run_dir / "config.toml")
         runner.on_train_begin(config, done)
-        run = _Run(config, parts, data, step_fn, runner)
-        with catch_signals() as interruption:
+        run = _Run(config, parts, data, step_fn, runner, watchdog)
+        with catch_signals(config.checkpoint.stop_within_seconds, watchdog.end) as interruption:
             state = _train(run, state, notes, interruption)
         step = int(state.step)
         runner.on_train_end(step)
         if step < config.train.steps:
-            came = interruption.signal or signal.SIGTERM  # to another rank
-            raise Stopped(came, f"saved step {step} in {run_dir}; the same command goes on from there")
+            assert interruption.signal is not None
+            raise Stopped(interruption.signal, f"saved step {step} in {run_dir}; the same command goes on from there")
     return state
 
 
@@ -102,10 +112,16 @@ class _Run:
     data: DataPipeline
     step_fn: TrainStep | None
     hooks: HookRunner
+    watchdog: Watchdog
 
     @property
     def run_dir(self) -> Path:
         return Path(self.config.run_dir)
+
+    def mark(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Tell the other ranks of a failure before anything is torn down; too many skips come to all of them alike."""
+        if not isinstance(error, TooManySkips):
+            self.watchdog.mark(kind, error, trace)
 
 
 def _train(run: _Run, state: TrainState, notes: dict[str, Any], interruption: Interruption) -> TrainState:
@@ -138,13 +154,15 @@ def _attempt(run: _Run, state: TrainState, notes: dict[str, Any], interruption: 
             runtime=runtime,
             batches=batches,
             step_at=(lambda _, state: (step_fn, state)) if step_fn is not None else step_for(config, parts),
-            evaluate=_evaluation(parts, data),
+            evaluate=_evaluation(parts, data, run.watchdog.beat),
             save=_saving(config, runtime, run.run_dir, tracker, {"data": data.fingerprint, "jumps": jumps}, saver),
             before_step=stack.enter_context(profile_window(config.profiling, run.run_dir / "profile")),
+            beat=run.watchdog.beat,
             tracker=tracker,
             hooks=run.hooks,
             progress=progress,
         )
+        stack.push(run.mark)
         state = run_loop(state, loop, interruption)
         if int(state.step) == steps:
             _farewell(config, parts, data, state, progress)
@@ -241,15 +259,22 @@ def _tracker(config: JobConfig, runtime: Runtime, run_dir: Path, done: int, note
     return tracker
 
 
-def _evaluation(parts: Parts, data: DataPipeline) -> Callable[[TrainState], dict[str, float]] | None:
+def _evaluation(
+    parts: Parts, data: DataPipeline, beat: Callable[[str], None]
+) -> Callable[[TrainState], dict[str, float]] | None:
     batches = data.eval_batches
     if batches is None:
         return None
 
+    def watched() -> Iterator[Batch]:
+        for batch in batches:
+            beat("in the evaluation")
+            yield batch
+
     def evaluate(state: TrainState) -> dict[str, float]:
         params = eval_params(parts.optimizer, state.params, state.opt_state)
         runtime = parts.runtime
-        on_device = (share_of(batch, runtime.data_rank, runtime.data_ranks).to(runtime.device) for batch in batches)
+        on_device = (share_of(batch, runtime.data_rank, runtime.data_ranks).to(runtime.device) for batch in watched())
         return run_eval(parts.eval_step, params, state.extras, on_device, bytes_per_token=data.bytes_per_token)
 
     return evaluate

@@ -33,6 +33,7 @@ class Loop:
     evaluate: Callable[[TrainState], dict[str, float]] | None
     save: Callable[[TrainState, bool, bool], Path]  # the flags: wait until it is on disk; remove old ones then
     before_step: Callable[[int], None]  # profiling
+    beat: Callable[[str], None]  # the watchdog's: what comes next
     tracker: MetricsTracker
     hooks: HookRunner
     progress: Progress
@@ -56,7 +57,7 @@ def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> Train
     step = int(state.step)
     try:
         skips = SkipLimit(loop.config.train.max_consecutive_skips, loop.config.metrics.log_interval, step)
-        stop = loop.runtime.any_rank(bool(interruption))
+        exchange, stop = loop.runtime.delayed_max(), False
         while step < loop.config.train.steps and not stop:
             loop.before_step(step + 1)
             state, result = _one_step(state, step, loop)
@@ -64,7 +65,7 @@ def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> Train
             final = step == loop.config.train.steps
             _report(step, result, loop, force=final or step == 1)
             skips.note(result.skipped)
-            stop = loop.runtime.any_rank(bool(interruption))
+            stop = not final and interruption.agree(exchange(interruption.number))
             if _due(step, loop.config.eval.interval, final):
                 _evaluate(state, step, loop)
             if final or stop or loop.config.checkpoint.is_due(step):
@@ -82,8 +83,11 @@ def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> Train
 
 def _one_step(state: TrainState, step: int, loop: Loop) -> tuple[TrainState, StepResult]:
     loop.tracker.start_step()
+    loop.beat(f"waiting for the data of step {step + 1}")
+    batch = next(loop.batches).to(loop.runtime.device)
+    loop.beat(f"in step {step + 1}")
     train_step, state = loop.step_at(step, state)
-    return train_step(state, next(loop.batches).to(loop.runtime.device))
+    return train_step(state, batch)
 
 
 def _due(step: int, interval: int, final: bool) -> bool:
@@ -92,6 +96,7 @@ def _due(step: int, interval: int, final: bool) -> bool:
 
 def _report(step: int, result: StepResult, loop: Loop, force: bool) -> None:
     """Log on logging steps; nothing waits for the device on the others."""
+    loop.beat(f"in the log and the hooks of step {step}")
     parts = {"ce_loss": result.ce_loss, "z_loss": result.z_loss, "aux_loss": result.aux_loss}
     metrics = loop.tracker.end_step(
         step, result.loss, result.grad_norm, result.lr, result.tokens, skipped=result.skipped, force=force, **parts
@@ -129,6 +134,7 @@ def describe_eval(metrics: Mapping[str, float]) -> str:
 
 def _save(loop: Loop, state: TrainState, step: int, final: bool, prune: bool) -> bool:
     """Save; a failure in the middle of a run is a warning, at its end an error."""
+    loop.beat(f"in the checkpoint of step {step}")
     with loop.tracker.excluded("checkpoint"):
         try:
             path = loop.save(state, final, prune)

@@ -56,23 +56,24 @@ def _job(folder: Path, name: str) -> JobConfig:
 class _StopRank(Hook):
     """Sends one rank alone a signal after a step."""
 
-    def __init__(self, rank, step):
-        self.rank, self.step = rank, step
+    def __init__(self, rank, step, number=signal.SIGTERM):
+        self.rank, self.step, self.number = rank, step, number
 
     def on_step_end(self, event):
         if event.step == self.step and os.environ["RANK"] == str(self.rank):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.number)
 
 
-def _run(job, stop):
+def _run(job, *stop):
     try:
-        return int(run_training(job, hooks=_StopRank(1, stop) if stop else None).step)
+        return int(run_training(job, hooks=_StopRank(*stop) if stop else None).step)
     except Stopped as stopped:
-        return str(stopped)
+        return f"{stopped.exit_status} {stopped}"
 
 
-def _runs(jobs, stop):
-    return [_run(job, stop) for job in jobs]
+def _runs(job, *stops):
+    """The run started again after each time that a rank was sent a signal."""
+    return [_run(job, *stop) for stop in stops]
 
 
 def _curve(job, key="train/loss"):
@@ -85,16 +86,28 @@ def _curve(job, key="train/loss"):
 def test_a_run_on_two_ranks_is_the_run_of_one_and_goes_on_at_any_size(tmp_path):
     alone, pair, moved = (_job(tmp_path, name) for name in ("alone", "pair", "moved"))
     run_training(alone)
-    assert run_ranks(_runs, 2, [pair], None) == [[6], [6]]
+    assert run_ranks(_runs, 2, pair, ()) == [[6], [6]]
     for key in ("train/loss", "train/grad_norm", "eval/loss", "eval/tokens"):
         assert _curve(pair, key) == pytest.approx(_curve(alone, key), rel=1e-4)
     names = sorted(p.name for p in os.scandir(pair.run_dir))
     assert names == [".lock", "checkpoints", "config.toml", "metrics.jsonl", "provenance.jsonl", "tensorboard"]
-    stopped = run_ranks(_runs, 2, [moved], 3)
-    assert all("saved step 3" in rank[0] for rank in stopped), stopped
+    stopped = run_ranks(_runs, 2, moved, (1, 3))
+    assert all("saved step 4" in rank[0] for rank in stopped), stopped
     run_training(evolve(moved, train=evolve(TRAIN, steps=5)))
-    assert run_ranks(_runs, 2, [moved], None) == [[6], [6]]
+    assert run_ranks(_runs, 2, moved, ()) == [[6], [6]]
     assert _curve(moved) == pytest.approx(_curve(alone), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_signal_to_any_one_of_four_ranks_stops_all_of_them_at_one_step(tmp_path):
+    job = _job(tmp_path, "four")
+    job = evolve(job, train=evolve(TRAIN, steps=12), eval=evolve(job.eval, interval=0))
+    stops = [(0, 1, signal.SIGUSR1), (1, 4, signal.SIGINT), (2, 7, signal.SIGTERM), (3, 10, signal.SIGUSR1)]
+    ended = run_ranks(_runs, 4, job, *stops)
+    assert all(rank == ended[0] for rank in ended)
+    assert [line.partition(" in ")[0] for line in ended[0]] == [
+        f"{128 + number} stopped by {number.name}: saved step {step + 1}" for _, step, number in stops
+    ]
 
 
 def test_the_command_line_under_torchrun_trains_and_names_the_rank_of_a_mistake(tmp_path):
