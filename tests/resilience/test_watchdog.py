@@ -47,13 +47,13 @@ def _errors(ended):
 
 @pytest.mark.slow
 def test_a_rank_that_sleeps_is_named_with_the_place_where_it_hangs(preset):
-    with _start(preset, ("sleep", 1, 2), watchdog_seconds=3) as job:
-        job.until("made 2", 1, "err")
+    with _start(preset, ("sleep", 1, 3), watchdog_seconds=3) as job:
+        job.until("made 3", 1, "err")
         ended = job.end(seconds=3 + SOON)
     for rank, process in enumerate(ended):
         (line,) = _errors(process)
         assert process.status == 1 and line.startswith(f"error (rank {rank}): rank 1 (")
-        assert "in the log and the hooks of step 2, at tests/hooked_run.py:" in line and "in sleep_for_long" in line
+        assert "in the log and the hooks of step 3, at tests/hooked_run.py:" in line and "in sleep_for_long" in line
     stacks = preset.parent / "run" / "stacks"
     assert "sleep_for_long" in (stacks / "rank_1.txt").read_text() and "sleep_for_long" in ended[1].err
     assert "_one_step" in (stacks / "rank_0.txt").read_text() and "sleep_for_long" not in ended[0].err
