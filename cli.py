@@ -18,8 +18,8 @@ from tyro.conf import Positional
 
 from forge.config.checks import integer, number, optional
 from forge.config.flags import parse, parse_job, pop_flag
-from forge.errors import ConfigError, ForgeError, RunError, did_you_mean
-from forge.logging import complain, several_processes
+from forge.errors import ConfigError, ForgeError, RunError, Stopped, did_you_mean
+from forge.logging import complain, process_rank, several_processes
 
 PRESET = Path(__file__).parent / "configs" / "tiny.toml"
 
@@ -313,7 +313,8 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return status or 0
     except ForgeError as error:
-        complain(str(error))
+        if not (isinstance(error, Stopped) and process_rank() > 0):  # all ranks stop alike; rank 0 says so
+            complain(str(error))
         return error.exit_status
     except RuntimeError as error:
         if not _is_out_of_memory(error):

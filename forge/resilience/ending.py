@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+import forge
 from forge.logging import complain, process_rank
 
-TORCH = f"{os.sep}torch{os.sep}"
-COLLECTIVES = f"{TORCH}distributed{os.sep}"
+FORGE = str(Path(forge.__file__).parent)
+LIBRARIES = f"{os.sep}lib{os.sep}python3"  # of Python itself and what is installed
+COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 
 
 def end_process(line: str, status: int) -> None:
@@ -40,7 +42,7 @@ def dump_stacks(folder: Path, also_on_stderr: bool) -> Path:
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """Where a thread is: innermost frame outside torch as `file:line in function`, and whether it is in a collective.
+    """Where a thread is, `file:line in function` of our innermost frame, and whether it is in a collective.
 
     Args:
         thread: its `threading.get_ident()`.
@@ -49,9 +51,13 @@ def place_of(thread: int) -> tuple[str, bool]:
     if frame is None:
         return "a thread that has ended", False
     stack = traceback.extract_stack(frame)
-    shown = next((entry for entry in reversed(stack) if TORCH not in entry.filename), stack[-1])
+    shown = next((entry for entry in reversed(stack) if not _in_a_library(entry.filename)), stack[-1])
     path = os.path.relpath(shown.filename) if shown.filename.startswith(os.getcwd() + os.sep) else shown.filename
     return f"{path}:{shown.lineno} in {shown.name}", any(COLLECTIVES in entry.filename for entry in stack)
+
+
+def _in_a_library(file: str) -> bool:
+    return LIBRARIES in file and not file.startswith(FORGE)
 
 
 def within(seconds: float, work: Callable[[], object]) -> None:

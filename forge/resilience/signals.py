@@ -55,12 +55,14 @@ def catch_signals(
         seconds: from the first signal to the end of the process, unless this ends before; 0 = no limit.
         end: called with a line and an exit status where the process must end.
     """
-    came = Interruption()
+    came, own = Interruption(), False
 
     def note(number: int, frame: FrameType | None) -> None:
-        if came and number == signal.SIGINT:
+        nonlocal own
+        if own and number == signal.SIGINT:
             raise KeyboardInterrupt
-        came.signal = signal.Signals(number)
+        own = True  # the first Ctrl-C may reach this rank after that of another rank was agreed on
+        came.signal = came.signal or signal.Signals(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield came

@@ -56,6 +56,13 @@ def test_all_ranks_stop_for_the_signal_of_one():
         assert came.agree(signal.SIGUSR1) and came.signal == signal.SIGUSR1 and came.number == signal.SIGUSR1
 
 
+def test_the_first_ctrl_c_of_a_rank_may_come_after_that_of_another():
+    with catch_signals() as came:
+        came.agree(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert came.signal == signal.SIGINT
+
+
 def _waits(seconds, numbers, until=0.6):
     """What is called to end the process while its main thread sends itself signals and goes on regardless."""
     calls = []
