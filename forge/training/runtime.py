@@ -21,6 +21,8 @@ TEARDOWN_SECONDS = 10.0
 """Longest wait for the process groups to end; after it they are left to the end of the process."""
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")
+"""The workspaces with which cuBLAS repeats itself (torch's `checkCuBLASConfigDeterministic`)."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -203,12 +205,23 @@ def _device(train: TrainConfig, local_rank: int = 0) -> torch.device:
 
 @contextmanager
 def deterministic_kernels(enabled: bool) -> Generator[None, None, None]:
-    """Refuse kernels whose result depends on scheduling, for the duration of a run."""
+    """Refuse kernels whose result depends on scheduling, for the duration of a run.
+
+    torch reads cuBLAS's setting once, at the first product on a GPU: enter before anything is computed.
+
+    Raises:
+        RunError: the environment asks cuBLAS for a workspace with which it is not deterministic.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     workspace = os.environ.get(_CUBLAS)
+    if enabled and workspace not in (None, *_DETERMINISTIC_CUBLAS):
+        raise RunError(
+            f"{_CUBLAS} = {workspace!r} in the environment contradicts train.deterministic: unset it, or use"
+            f" {' or '.join(_DETERMINISTIC_CUBLAS)}"
+        )
     if enabled:
-        os.environ.setdefault(_CUBLAS, ":4096:8")  # cuBLAS asks for it
+        os.environ.setdefault(_CUBLAS, _DETERMINISTIC_CUBLAS[0])
         torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -400,6 +400,14 @@ def test_two_runs_in_one_process_do_not_touch_each_other(job):
     assert tree_equal(run_training(_at(job, "b")), first)
 
 
+@pytest.mark.parametrize("variant", ["adamw", "muon", "experts with a balancing bias"])
+def test_a_deterministic_run_repeats_itself_to_the_bit(job, variant):
+    """With evaluation and a sample of text, none of which may need a kernel that is refused."""
+    job = evolve(VARIANTS[variant](job), eval=evolve(job.eval, sample_tokens=4))
+    job = evolve(job, train=evolve(job.train, deterministic=True))
+    assert tree_equal(run_training(_at(job, "a")), run_training(_at(job, "b")))
+
+
 def test_training_leaves_global_settings_alone(job):
     before = (torch.get_rng_state(), torch.get_num_threads(), signal.getsignal(signal.SIGINT))
     run_training(evolve(job, train=evolve(TRAIN, deterministic=True)))

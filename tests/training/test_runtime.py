@@ -82,6 +82,21 @@ def test_deterministic_kernels_last_as_long_as_the_run(monkeypatch, before):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("given", [":4096:8", ":16:8"])
+def test_a_workspace_of_the_users_is_kept(monkeypatch, given):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+    with deterministic_kernels(True):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == given
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == given
+
+
+def test_a_workspace_that_makes_cublas_differ_is_refused(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(RunError, match=r"':0:0'.*unset it"), deterministic_kernels(True):
+        pass
+    assert _settings() == (False, False)
+
+
 def test_deterministic_kernels_end_with_an_exception_too():
     with pytest.raises(ZeroDivisionError), deterministic_kernels(True):
         raise ZeroDivisionError
