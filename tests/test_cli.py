@@ -76,6 +76,9 @@ def test_plan_prints_every_part_and_writes_nothing(preset):
     assert tree_of(preset.parent) == before
 
 
+TABLES = ("freeze", "moe", "sources", "phases", "anneal_weights", "sets")
+
+
 def test_help_lists_every_flag_with_its_text(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     status, out, _ = call("--help")
@@ -85,9 +88,7 @@ def test_help_lists_every_flag_with_its_text(monkeypatch):
     for section in attrs.fields(JobConfig):
         value = getattr(config, section.name)
         for key in (
-            [f.name for f in attrs.fields(type(value)) if f.name not in ("freeze", "moe")]
-            if attrs.has(type(value))
-            else []
+            [f.name for f in attrs.fields(type(value)) if f.name not in TABLES] if attrs.has(type(value)) else []
         ):
             assert f"--{section.name}.{key}".replace("_", "-") in out
     for text in ("Width of the residual stream.", "Updates in all.", "Peak learning rate of the hidden matrices.",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from attrs import evolve
+
 from forge.config import JobConfig, diff_configs
 from forge.errors import CheckpointError
 
@@ -29,17 +31,28 @@ FREE_KEYS = frozenset(
 """Keys that change where, how fast or how long a run trains, but not what one update computes."""
 
 
-def check_resumable(saved: JobConfig, asked: JobConfig, path: Path) -> None:
+def check_resumable(saved: JobConfig, asked: JobConfig, path: Path, step: int | None = None) -> None:
     """Refuse to go on where the configs disagree about what is trained.
+
+    Args:
+        step: updates made so far; data phases that begin later may change. None = no phase may.
 
     Raises:
         CheckpointError: names every differing key with both values.
     """
     differing = {
         key: values
-        for key, values in diff_configs(saved, asked).items()
+        for key, values in diff_configs(_comparable(saved, step), _comparable(asked, step)).items()
         if key not in FREE_KEYS and key.split(".")[0] not in FREE_SECTIONS
     }
     if differing:
         listed = ", ".join(f"{key} = {old!r} there, {new!r} asked" for key, (old, new) in differing.items())
         raise CheckpointError(f"{path} contradicts the config: {listed}; take another --run-dir or the values there")
+
+
+def _comparable(config: JobConfig, step: int | None) -> JobConfig:
+    """The config with its data phases up to a step in one form, and without the places where sources lie."""
+    phases = tuple(phase for phase in config.data.all_phases if step is None or phase.start_step < step)
+    sources = tuple(evolve(source, path="-") for source in config.data.sources)
+    plain = config.data.alone(config.data.path)
+    return evolve(config, data=evolve(plain, sources=sources, phases=phases))

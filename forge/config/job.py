@@ -49,6 +49,8 @@ class JobConfig:
                 f"train.global_batch_size = {self.train.global_batch_size} is not divisible by"
                 f" train.micro_batch_size = {self.train.micro_batch_size}"
             )
+        for name in {source.name for source in self.data.sources} & {each.name for each in self.eval.sets}:
+            raise ConfigError(f"eval.sets: {name!r} is the name of a data source too, whose held-out part has it")
         self._check_schedule()
 
     def _check_schedule(self) -> None:

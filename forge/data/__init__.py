@@ -14,6 +14,7 @@ from forge.data.batches import (
 )
 from forge.data.documents import find_documents
 from forge.data.manifest import FileEntry, Manifest, read_manifest
+from forge.data.mixture import Mixture, build_mixture, shares_of
 from forge.data.order import permuted, permuted_array
 from forge.data.prefetch import prefetch
 from forge.data.prepare import prepare, prepared
@@ -21,8 +22,8 @@ from forge.data.shard import Shard, open_raw, open_shard, write_shard
 from forge.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, build_tokenizer
 
 __all__ = [
-    "IGNORE", "Batch", "ByteTokenizer", "EvalBatches", "FileEntry", "JsonTokenizer", "Manifest", "Shard",
-    "TokenDataset", "Tokenizer", "build_batch_at", "build_tokenizer", "check_vocab", "document_ids", "eval_batches",
-    "find_documents", "n_samples", "open_dataset", "open_raw", "open_shard", "permuted", "permuted_array", "prefetch",
-    "prepare", "prepared", "read_manifest", "share_of", "write_shard",
+    "IGNORE", "Batch", "ByteTokenizer", "EvalBatches", "FileEntry", "JsonTokenizer", "Manifest", "Mixture", "Shard",
+    "TokenDataset", "Tokenizer", "build_batch_at", "build_mixture", "build_tokenizer", "check_vocab", "document_ids",
+    "eval_batches", "find_documents", "n_samples", "open_dataset", "open_raw", "open_shard", "permuted",
+    "permuted_array", "prefetch", "prepare", "prepared", "read_manifest", "share_of", "shares_of", "write_shard",
 ]  # fmt: skip

@@ -20,12 +20,12 @@ from forge.checkpoint import (
     save_checkpoint,
 )
 from forge.config import JobConfig, load_config, save_config
-from forge.data import prefetch, prepared, share_of
+from forge.data import Batch, prefetch, share_of
 from forge.errors import CheckpointError, RunError, Stopped
 from forge.metrics import MetricsTracker, count_parameters
 from forge.resilience import catch_signals, lock_run
-from forge.training.data_pipeline import DataPipeline, build_data_pipeline
-from forge.training.eval import run_eval
+from forge.training.data_pipeline import DataPipeline, build_data_pipeline, prepare_data
+from forge.training.eval import run_eval_sets
 from forge.training.hooks import Hook, HookRunner
 from forge.training.loop import Loop, run_loop
 from forge.training.optimizer import eval_params
@@ -106,7 +106,7 @@ def _data(config: JobConfig, runtime: Runtime) -> DataPipeline:
     """Open the data; where it must be tokenised first, one rank does it."""
     if runtime.leads:
         with counting_progress("tokenising documents") as report:
-            prepared(config.data, progress=report)
+            prepare_data(config, progress=report)
     runtime.barrier()
     return build_data_pipeline(config, rank=runtime.data_rank, ranks=runtime.data_ranks)
 
@@ -123,7 +123,7 @@ def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path
                 f"{root}: every checkpoint is damaged: choose another --run-dir, or remove the folder"
             )
         return None
-    check_resumable(load_config(saved / "config.toml"), config, saved)
+    check_resumable(load_config(saved / "config.toml"), config, saved, read_manifest(saved)["step"])
     return saved
 
 
@@ -154,15 +154,17 @@ def _tracker(config: JobConfig, runtime: Runtime, run_dir: Path, done: int, note
 
 
 def _evaluation(parts: Parts, data: DataPipeline) -> Callable[[TrainState], dict[str, float]] | None:
-    batches = data.eval_batches
-    if batches is None:
+    if not data.eval_sets:
         return None
 
     def evaluate(state: TrainState) -> dict[str, float]:
         params = eval_params(parts.optimizer, state.params, state.opt_state)
         runtime = parts.runtime
-        on_device = (share_of(batch, runtime.data_rank, runtime.data_ranks).to(runtime.device) for batch in batches)
-        return run_eval(parts.eval_step, params, state.extras, on_device, bytes_per_token=data.bytes_per_token)
+
+        def place(batch: Batch) -> Batch:
+            return share_of(batch, runtime.data_rank, runtime.data_ranks).to(runtime.device)
+
+        return run_eval_sets(parts.eval_step, params, state.extras, data.eval_sets, place=place)
 
     return evaluate
 

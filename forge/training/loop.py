@@ -87,8 +87,19 @@ def _due(step: int, interval: int, final: bool) -> bool:
 def _report(step: int, result: StepResult, loop: Loop, force: bool) -> None:
     """Log on logging steps; nothing waits for the device on the others."""
     parts = {"ce_loss": result.ce_loss, "z_loss": result.z_loss, "aux_loss": result.aux_loss}
+    by_source = None
+    if result.source_loss is not None and result.source_tokens is not None:
+        by_source = (result.source_loss, result.source_tokens)
     metrics = loop.tracker.end_step(
-        step, result.loss, result.grad_norm, result.lr, result.tokens, skipped=result.skipped, force=force, **parts
+        step,
+        result.loss,
+        result.grad_norm,
+        result.lr,
+        result.tokens,
+        skipped=result.skipped,
+        by_source=by_source,
+        force=force,
+        **parts,
     )
     loop.progress.advance(step, {} if metrics is None else _shown(metrics))
     loop.hooks.step_ended(step, result)
@@ -118,6 +129,9 @@ def describe_eval(metrics: Mapping[str, float]) -> str:
     line = f"loss {metrics['eval/loss']:.4f} | perplexity {metrics['eval/perplexity']:.4g}"
     if "eval/bits_per_byte" in metrics:
         line += f" | bits per byte {metrics['eval/bits_per_byte']:.4f}"
+    for key, value in metrics.items():
+        name = key.removeprefix("eval/").removesuffix("/loss")
+        line += f" | {name} {value:.4f}" if key == f"eval/{name}/loss" else ""
     return line
 
 
