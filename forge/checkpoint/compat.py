@@ -16,6 +16,7 @@ FREE_KEYS = frozenset(
         "data.path",  # the checkpoint's tokens are compared by content, not by where they lie
         "data.cache_dir",
         "data.prefetch",
+        "data.workers",
         "train.steps",
         "train.device",
         "train.micro_batch_size",

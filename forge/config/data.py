@@ -75,6 +75,8 @@ class DataConfig:
     """Tokens attend within their document and no document predicts the next one's first token."""
     prefetch: int = field(default=2, validator=integer(least=0))
     """Batches made ahead in the background; 0 = none."""
+    workers: int = field(default=1, validator=integer(least=1))
+    """Background threads that make them; the order does not depend on it."""
     cache_dir: str = field(default="~/.cache/forge", validator=text())
     """Where text given by path is kept as tokens."""
 

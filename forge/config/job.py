@@ -49,6 +49,11 @@ class JobConfig:
                 f"train.global_batch_size = {self.train.global_batch_size} is not divisible by"
                 f" train.micro_batch_size = {self.train.micro_batch_size}"
             )
+        if self.model.restart_positions and not self.data.isolate_documents:
+            raise ConfigError(
+                "model.restart_positions = true needs data.isolate_documents = true: without it nothing says where a"
+                " document starts"
+            )
         for name in {source.name for source in self.data.sources} & {each.name for each in self.eval.sets}:
             raise ConfigError(f"eval.sets: {name!r} is the name of a data source too, whose held-out part has it")
         self._check_schedule()

@@ -64,7 +64,7 @@ class TokenDataset:
         """Tokens start .. stop - 1 of the stream, int64 (stop - start,).
 
         Raises:
-            DataError: an id is not below the vocabulary; names file, offset and id.
+            DataError: a file cannot be read, or an id is not below the vocabulary; names file and offset.
             IndexError: the range is not within the stream.
         """
         if not 0 <= start <= stop <= self.n_tokens:
@@ -72,8 +72,13 @@ class TokenDataset:
         pieces = []
         index = bisect_right(self._starts, start) - 1
         while start < stop:
-            offset, end = self._starts[index], min(stop, self._starts[index + 1])
-            pieces.append(self.shards[index].read(start - offset, end - offset))
+            shard, offset, end = self.shards[index], self._starts[index], min(stop, self._starts[index + 1])
+            try:
+                pieces.append(shard.read(start - offset, end - offset))
+            except OSError as error:
+                raise DataError(
+                    f"{shard.path}: cannot be read at offset {start - offset} ({error.strerror})"
+                ) from error
             start, index = end, index + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.int64), *pieces])
 

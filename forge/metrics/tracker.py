@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,7 +81,8 @@ class MetricsTracker:
         self._peak = gpu_peak_tflops or config.metrics.peak_tflops or _peak_tflops(config, self._device)
         snapshots = str(Path(config.run_dir) / "memory_snapshots")
         self._memory = DeviceMemoryMonitor(self._device, config.profiling.memory_snapshot_step, snapshots)
-        self._watch = Stopwatch(clock, self._wait)
+        self._watch, self._clock = Stopwatch(clock, self._wait), clock
+        self._data_sec = 0.0  # waited for data in the window
         self._steps: list[_Step] = []  # of the window
         self._smoothed = 0  # how many of them are in the EMA
         self._warm = False  # whether the first step is done
@@ -144,6 +145,15 @@ class MetricsTracker:
             values["skipped"] = sum(_read([past.skipped for past in self._steps]))
         return self._report(step, values)
 
+    @contextmanager
+    def waiting_for_data(self) -> Generator[None, None, None]:
+        """Count the time inside as the step's wait for data: its mean is `train/data_seconds`, a part of the step's."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._data_sec += self._clock() - start
+
     def excluded(self, name: str) -> AbstractContextManager[None]:
         """Leave the time inside out of every rate and report it as `time/<name>` on the next logging step."""
         return self._watch.excluded(name)
@@ -194,10 +204,11 @@ class MetricsTracker:
             rates = {"tokens_per_sec": tokens_per_sec, "mfu": mfu}
         smoothed, weight = self.ema_state()
         loss_ema = {"loss_ema": smoothed / weight} if weight else {}
-        train = values | rates | {"step_time_sec": step_time} | loss_ema | self._by_source()
+        waited = self._data_sec / len(self._steps)
+        train = values | rates | {"step_time_sec": step_time, "data_seconds": waited} | loss_ema | self._by_source()
         utilization = memory_utilization(memory)
         apart = self._watch.take_apart()
-        self._steps, self._smoothed, self._first_sec = [], 0, None
+        self._steps, self._smoothed, self._first_sec, self._data_sec = [], 0, None, 0.0
         self._watch.restart()
         self._send(
             step,

@@ -76,7 +76,8 @@ def run_training(
         stack.callback(tracker.close)
         progress = stack.enter_context(training_progress(config.train.steps, done)) if runtime.leads else SILENT
         _announce(config, parts, data, done, progress)
-        batches = stack.enter_context(closing(prefetch(data.batch_at, done, config.train.steps, config.data.prefetch)))
+        ahead = prefetch(data.batch_at, done, config.train.steps, config.data.prefetch, config.data.workers)
+        batches = stack.enter_context(closing(ahead))
         saver = stack.enter_context(closing(AsyncSaver())) if config.checkpoint.async_save else None
         loop = Loop(
             config=config,

@@ -77,7 +77,9 @@ def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> Train
 def _one_step(state: TrainState, step: int, loop: Loop) -> tuple[TrainState, StepResult]:
     loop.tracker.start_step()
     train_step, state = loop.step_at(step, state)
-    return train_step(state, next(loop.batches).to(loop.runtime.device))
+    with loop.tracker.waiting_for_data():
+        batch = next(loop.batches)
+    return train_step(state, batch.to(loop.runtime.device))
 
 
 def _due(step: int, interval: int, final: bool) -> bool:

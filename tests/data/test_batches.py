@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +18,7 @@ from forge.data import (
     Shard,
     TokenDataset,
     build_batch_at,
+    build_mixture,
     check_vocab,
     document_ids,
     eval_batches,
@@ -226,6 +230,19 @@ def test_an_id_beyond_the_vocabulary_is_named_with_file_and_offset_in_the_batch_
         next(batches)
 
 
+def test_a_file_that_cannot_be_read_is_named_with_the_offset(tmp_path):
+    class Broken(Shard):
+        def read(self, start, stop):
+            raise OSError(5, "Input/output error")
+
+    good = _dataset(tmp_path, range(9)).shards[0]
+    broken = Broken("broken.bin", good.tokens, good.doc_ends, good.vocab_size, good.eod_id, 0)
+    dataset = TokenDataset(tmp_path, (good, broken))
+    assert dataset.read(0, 9).tolist() == list(range(9))
+    with pytest.raises(DataError, match=r"broken\.bin: cannot be read at offset 2 \(Input/output error\)"):
+        dataset.read(11, 13)
+
+
 def test_evaluation_asked_for_50_batches_of_a_set_of_7_takes_the_7_once_each_and_the_same_every_time():
     batches = _eval(_stream(7 * 4 + 1))
     assert len(batches) == 7
@@ -250,13 +267,29 @@ def test_a_large_evaluation_set_is_sampled_evenly_and_without_repeats(samples, b
     assert gaps.max() - gaps.min() <= 1
 
 
-def test_a_hundred_billion_tokens_open_at_once_and_give_a_batch(tmp_path):
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells memory by /proc")
+def test_a_hundred_billion_tokens_are_planned_and_read_in_seconds_and_in_little_memory(tmp_path):
     path = tmp_path / "sparse.bin"
     with path.open("wb") as file:
         file.truncate(200_000_000_000)
+    begun, before = time.perf_counter(), _own_bytes()
     dataset = TokenDataset(path, (open_raw(path, "uint16", 50257, 50256),))
     assert dataset.n_tokens == 100_000_000_000
-    assert _batch_at(dataset, 2048, 8, 4)(10_000_000).input_ids.shape == (2, 4, 2048)
+    mixture = build_mixture([(0, (0.61, 0.39)), (10**8, (0.2, 0.8))], 1.5)
+    batch_at = build_batch_at(
+        {"a": dataset, "b": dataset}, mixture, seq_len=2048, global_batch_size=8, micro_batch_size=4, data_seed=0,
+        isolate_documents=True,
+    )  # fmt: skip
+    for step in (0, 6_000_000, 10**7, 3 * 10**7):
+        assert batch_at(step).input_ids.shape == (2, 4, 2048)
+    assert time.perf_counter() - begun < 10
+    assert _own_bytes() - before < 64 << 20
+
+
+def _own_bytes() -> int:
+    """Memory of this process that is no cache of files."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) << 10
 
 
 def test_bytes_per_token_is_known_only_where_every_file_knows_it():

@@ -1,4 +1,4 @@
-"""Losses and tokens by data source are those of the global batch, on every rank of every layout."""
+"""What comes with packed documents of several sources is the same in every layout: losses by source, positions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from forge.config import DataConfig, DataPhase, DataSource, DistributedConfig
 from forge.training.parts import build_parts, initial_state, step_for
 from forge.training.runtime import open_runtime
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import GLOBAL, JOB, global_batch, local_batch
+from tests.distributed.training import GLOBAL, JOB, MODEL, global_batch, local_batch
 
 SOURCES = tuple(DataSource(name, "unread") for name in ("a", "b", "never"))
-MIXED = evolve(JOB, data=DataConfig(sources=SOURCES, phases=(DataPhase(1, lr_scale=0.5),)))
+RESTARTED = evolve(MODEL, position="learned", restart_positions=True)
+MIXED = evolve(JOB, model=RESTARTED, data=DataConfig(sources=SOURCES, phases=(DataPhase(1, lr_scale=0.5),)))
 LAYOUTS = {"fsdp2": {}, "tp2": {"tp": 2}, "cp2": {"cp": 2}, "pp2": {"pp": 2}}
 
 

@@ -95,6 +95,15 @@ def test_sources_have_their_loss_and_tokens_of_the_whole_window_without_skipped_
     assert not [key for key in sink.lines[-1][1] if key.count("/") == 2]
 
 
+def test_the_wait_for_data_is_reported_as_its_mean_over_the_window():
+    tracker, sink, clock = _tracker()
+    for step in range(1, 7):
+        with tracker.waiting_for_data():
+            clock.now += 0.25 * step
+        _run(tracker, clock, [step])
+    assert [line["train/data_seconds"] for _, line in sink.lines] == [0.5, 1.25]
+
+
 def test_the_first_step_is_in_no_rate():
     tracker, _, clock = _tracker()
     first, second = _run(tracker, clock, range(1, 7), seconds=lambda step: 500.0 if step == 1 else 2.0)[2::3]
