@@ -97,6 +97,9 @@ def test_diff_shows_the_tensors_that_differ_and_exits_with_1(trained):
     assert status == 0 and re.fullmatch(r"0 tensors differ, \d+ are equal to the bit\n", out)
 
 
+TABLES = ("freeze", "moe", "sources", "phases", "anneal_weights", "sets")
+
+
 def test_help_lists_every_flag_with_its_text(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     status, out, _ = call("--help")
@@ -106,9 +109,7 @@ def test_help_lists_every_flag_with_its_text(monkeypatch):
     for section in attrs.fields(JobConfig):
         value = getattr(config, section.name)
         for key in (
-            [f.name for f in attrs.fields(type(value)) if f.name not in ("freeze", "moe")]
-            if attrs.has(type(value))
-            else []
+            [f.name for f in attrs.fields(type(value)) if f.name not in TABLES] if attrs.has(type(value)) else []
         ):
             assert f"--{section.name}.{key}".replace("_", "-") in out
     for text in ("Width of the residual stream.", "Updates in all.", "Peak learning rate of the hidden matrices.",

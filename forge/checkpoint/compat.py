@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from attrs import evolve
+
 from forge.config import JobConfig, diff_configs
 from forge.errors import CheckpointError
 
@@ -14,6 +16,7 @@ FREE_KEYS = frozenset(
         "data.path",  # the checkpoint's tokens are compared by content, not by where they lie
         "data.cache_dir",
         "data.prefetch",
+        "data.workers",
         "train.steps",
         "train.device",
         "train.micro_batch_size",
@@ -30,10 +33,13 @@ FREE_KEYS = frozenset(
 """Keys that change where, how fast or how long a run trains, but not what one update computes."""
 
 
-def check_resumable(saved: JobConfig, asked: JobConfig, path: Path, *, parameters_only: bool = False) -> None:
+def check_resumable(
+    saved: JobConfig, asked: JobConfig, path: Path, step: int | None = None, *, parameters_only: bool = False
+) -> None:
     """Refuse to go on where the configs disagree about what is trained.
 
     Args:
+        step: updates made so far; data phases that begin later may change. None = no phase may.
         parameters_only: the checkpoint is a model to start from, and only the model must be the same.
 
     Raises:
@@ -41,7 +47,7 @@ def check_resumable(saved: JobConfig, asked: JobConfig, path: Path, *, parameter
     """
     differing = {
         key: values
-        for key, values in diff_configs(saved, asked).items()
+        for key, values in diff_configs(_comparable(saved, step), _comparable(asked, step)).items()
         if key not in FREE_KEYS
         and key.split(".")[0] not in FREE_SECTIONS
         and (not parameters_only or key.startswith("model."))
@@ -49,3 +55,11 @@ def check_resumable(saved: JobConfig, asked: JobConfig, path: Path, *, parameter
     if differing:
         listed = ", ".join(f"{key} = {old!r} there, {new!r} asked" for key, (old, new) in differing.items())
         raise CheckpointError(f"{path} contradicts the config: {listed}; take another --run-dir or the values there")
+
+
+def _comparable(config: JobConfig, step: int | None) -> JobConfig:
+    """The config with its data phases up to a step in one form, and without the places where sources lie."""
+    phases = tuple(phase for phase in config.data.all_phases if step is None or phase.start_step < step)
+    sources = tuple(evolve(source, path="-") for source in config.data.sources)
+    plain = config.data.alone(config.data.path)
+    return evolve(config, data=evolve(plain, sources=sources, phases=phases))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,6 +81,16 @@ def text() -> Validator:
     def check(instance: object, attribute: Attribute[Any], value: object) -> None:
         if not isinstance(value, str) or not value or "\0" in value:
             raise ConfigError(f"{_key(instance, attribute)} must be a string of at least one character, got {value!r}")
+
+    return check
+
+
+def word() -> Validator:
+    """A name of letters, digits, `_`, `-` and `.`: it becomes a part of the names of metrics."""
+
+    def check(instance: object, attribute: Attribute[Any], value: object) -> None:
+        if not isinstance(value, str) or not re.fullmatch(r"[\w.-]+", value):
+            raise ConfigError(f"{_key(instance, attribute)} must be letters, digits, _, - or ., got {value!r}")
 
     return check
 

@@ -54,6 +54,13 @@ class JobConfig:
                 f"train.max_rollbacks = {self.train.max_rollbacks} needs checkpoints to go back to: set"
                 " checkpoint.interval"
             )
+        if self.model.restart_positions and not self.data.isolate_documents:
+            raise ConfigError(
+                "model.restart_positions = true needs data.isolate_documents = true: without it nothing says where a"
+                " document starts"
+            )
+        for name in {source.name for source in self.data.sources} & {each.name for each in self.eval.sets}:
+            raise ConfigError(f"eval.sets: {name!r} is the name of a data source too, whose held-out part has it")
         self._check_schedule()
 
     def _check_schedule(self) -> None:

@@ -97,6 +97,8 @@ class ModelConfig:
     """RMSNorm on each query and key head (Qwen 3)."""
     position: Literal["rope", "learned"] = field(default="rope", validator=one_of("rope", "learned"))
     """Rotary embedding in attention, or a learned embedding added to the input (GPT-2)."""
+    restart_positions: bool = field(default=False, validator=boolean())
+    """Positions count from the start of each document, not of the sequence; needs data.isolate_documents."""
     rope_theta: float = field(default=10000.0, validator=number(above=0))
     """Base of the rotary frequencies."""
     rope_scaling_factor: float = field(default=1.0, validator=number(least=1))

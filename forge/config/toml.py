@@ -173,6 +173,8 @@ def _explain(error: Exception, kind: type, path: str) -> ConfigError:
         return ConfigError(f"{path} {error}")
     if isinstance(error, TypeError) and "not iterable" in str(error):
         return ConfigError(f"{path} must be a {'table' if attrs.has(kind) else 'list'}")
+    if isinstance(error, AttributeError) and "no attribute 'items'" in str(error):
+        return ConfigError(f"{path} must be a table")
     if isinstance(error, KeyError):
         return ConfigError(f"{path.rpartition('.')[0]}: the key {error} is missing")
     return ConfigError(f"{path or 'config'}: {error}")

@@ -13,6 +13,7 @@ from forge.data.batches import (
     share_of,
 )
 from forge.data.manifest import FileEntry, Manifest, read_manifest
+from forge.data.mixture import Mixture, build_mixture, shares_of
 from forge.data.order import permuted, permuted_array
 from forge.data.prefetch import prefetch
 from forge.data.prepare import prepare, prepared
@@ -23,8 +24,9 @@ from forge.data.workers import available_cores
 from forge.data.writer import write_shard
 
 __all__ = [
-    "IGNORE", "Batch", "ByteTokenizer", "EvalBatches", "FileEntry", "JsonTokenizer", "Manifest", "Shard",
-    "TokenDataset", "Tokenizer", "available_cores", "build_batch_at", "build_tokenizer", "check_vocab", "document_ids",
-    "eval_batches", "n_samples", "open_dataset", "open_npy", "open_raw", "open_shard", "permuted", "permuted_array",
-    "prefetch", "prepare", "prepared", "read_manifest", "share_of", "verify", "write_shard",
+    "IGNORE", "Batch", "ByteTokenizer", "EvalBatches", "FileEntry", "JsonTokenizer", "Manifest", "Mixture", "Shard",
+    "TokenDataset", "Tokenizer", "available_cores", "build_batch_at", "build_mixture", "build_tokenizer", "check_vocab",
+    "document_ids", "eval_batches", "n_samples", "open_dataset", "open_npy", "open_raw", "open_shard", "permuted",
+    "permuted_array", "prefetch", "prepare", "prepared", "read_manifest", "share_of", "shares_of", "verify",
+    "write_shard",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forge.data.batch import IGNORE, Batch
 from forge.data.manifest import Split, read_manifest
+from forge.data.mixture import Mixture
 from forge.data.order import permuted_array
 from forge.data.raw import open_listed
 from forge.data.shard import Shard
@@ -64,7 +65,7 @@ class TokenDataset:
         """Tokens start .. stop - 1 of the stream, int64 (stop - start,).
 
         Raises:
-            DataError: an id is not below the vocabulary; names file, offset and id.
+            DataError: a file cannot be read, or an id is not below the vocabulary; names file and offset.
             IndexError: the range is not within the stream.
         """
         if not 0 <= start <= stop <= self.n_tokens:
@@ -72,8 +73,13 @@ class TokenDataset:
         pieces = []
         index = bisect_right(self._starts, start) - 1
         while start < stop:
-            offset, end = self._starts[index], min(stop, self._starts[index + 1])
-            pieces.append(self.shards[index].read(start - offset, end - offset))
+            shard, offset, end = self.shards[index], self._starts[index], min(stop, self._starts[index + 1])
+            try:
+                pieces.append(shard.read(start - offset, end - offset))
+            except OSError as error:
+                raise DataError(
+                    f"{shard.path}: cannot be read at offset {start - offset} ({error.strerror})"
+                ) from error
             start, index = end, index + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.int64), *pieces])
 
@@ -105,8 +111,11 @@ def check_vocab(dataset: TokenDataset, vocab_size: int) -> None:
 
 
 def n_samples(dataset: TokenDataset, seq_len: int) -> int:
-    """Sequences in an epoch: sample i reads tokens i*S .. i*S + S, so the last target is the next one's first input."""
-    return max(0, dataset.n_tokens - 1) // seq_len
+    """Sequences in an epoch: sample i reads tokens i*S .. i*S + S, so the last target is the next one's first input.
+
+    Every token but the first is a target once; the last sample is shorter where S does not divide them.
+    """
+    return -(-max(0, dataset.n_tokens - 1) // seq_len)
 
 
 def document_ids(ids: NDArray[np.int64], eod_id: int) -> NDArray[np.int64]:
@@ -116,7 +125,8 @@ def document_ids(ids: NDArray[np.int64], eod_id: int) -> NDArray[np.int64]:
 
 
 def build_batch_at(
-    dataset: TokenDataset,
+    datasets: Mapping[str, TokenDataset],
+    mixture: Mixture | None = None,
     *,
     seq_len: int,
     global_batch_size: int,
@@ -126,19 +136,24 @@ def build_batch_at(
     rank: int = 0,
     ranks: int = 1,
 ) -> Callable[[int], Batch]:
-    """`batch_at(step)`: this rank's share of the global batch of a step, a pure function.
+    """`batch_at(index)`: this rank's share of the global batch of that number, a pure function.
 
-    The global batch is the same whatever the number of ranks: sequences step*G .. step*G + G - 1 of an endless row of
-    epochs, each a fresh permutation of the samples. Rank r takes the r-th run of G/ranks of them, as (A, B, S).
+    The global batch is the same whatever the number of ranks: sequences index*G .. index*G + G - 1 of an endless row.
+    Rank r takes the r-th run of G/ranks of them, as (A, B, S). Each source is a row of epochs of its own, every epoch a
+    fresh permutation of its samples; the mixture says which source is next.
 
     Args:
+        datasets: sources by name; the name is part of the seed of a source's order.
+        mixture: of several sources, in their order; gives `source_ids`. None = there is one source.
         isolate_documents: give `doc_ids`, and no target across the end of a document.
 
     Raises:
-        DataError: the data is shorter than one sequence.
+        DataError: a source is shorter than one sequence, or they do not share one vocabulary.
         ConfigError: the global batch does not divide over micro-batches and ranks.
     """
-    samples = _require_samples(dataset, seq_len, "train.seq_len")
+    sources = list(datasets.items())
+    _require_one_vocabulary(list(datasets.values()))
+    samples = [_require_samples(dataset, seq_len, "train.seq_len") for dataset in datasets.values()]
     if global_batch_size % (micro_batch_size * ranks):
         raise ConfigError(
             f"train.global_batch_size = {global_batch_size} is not divisible by train.micro_batch_size"
@@ -146,10 +161,16 @@ def build_batch_at(
         )
     share = global_batch_size // ranks
 
-    def batch_at(step: int) -> Batch:
-        first = step * global_batch_size + rank * share
-        index = _sample_index(np.arange(first, first + share), samples, data_seed)
-        return _batch(dataset, index, seq_len, micro_batch_size, isolate_documents)
+    def batch_at(index: int) -> Batch:
+        first = index * global_batch_size + rank * share
+        places = np.arange(first, first + share)
+        source, position = (np.zeros_like(places), places) if mixture is None else mixture.place(places)
+        rows = np.empty((share, seq_len + 1), np.int64)
+        for at in np.unique(source):
+            (name, dataset), here = sources[at], np.flatnonzero(source == at)
+            _read_rows(dataset, _sample_index(position[here], samples[at], f"{data_seed}/{name}"), rows, here)
+        source_ids = None if mixture is None else torch.from_numpy(source).reshape(-1, micro_batch_size)
+        return _batch(rows, sources[0][1].eod_id, micro_batch_size, isolate_documents, source_ids)
 
     return batch_at
 
@@ -171,7 +192,9 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         for start in range(0, len(self.samples), self.batch_size):
             index = self.samples[start : start + self.batch_size]
-            yield _batch(self.dataset, index, self.seq_len, len(index), self.isolate_documents)
+            rows = np.empty((len(index), self.seq_len + 1), np.int64)
+            _read_rows(self.dataset, index, rows, np.arange(len(index)))
+            yield _batch(rows, self.dataset.eod_id, len(index), self.isolate_documents)
 
 
 def eval_batches(
@@ -205,38 +228,67 @@ def share_of(batch: Batch, rank: int, ranks: int) -> Batch:
 
 
 def _require_samples(dataset: TokenDataset, seq_len: int, key: str) -> int:
-    samples = n_samples(dataset, seq_len)
-    if samples == 0:
+    if dataset.n_tokens <= seq_len:
         raise DataError(
             f"{dataset.path}: {dataset.n_tokens} tokens, one sequence of {key} = {seq_len} needs {seq_len + 1};"
             f" give more text or lower {key}"
         )
-    return samples
+    return n_samples(dataset, seq_len)
 
 
-def _sample_index(places: NDArray[np.int64], samples: int, data_seed: int) -> NDArray[np.int64]:
-    """The sample at each place of the endless row of epochs, (n,) -> (n,)."""
-    epochs, within = np.divmod(places, samples)
+def _require_one_vocabulary(datasets: Sequence[TokenDataset]) -> None:
+    first = datasets[0]
+    for other in datasets[1:]:
+        if (other.vocab_size, other.eod_id) != (first.vocab_size, first.eod_id):
+            raise DataError(
+                f"{other.path} and {first.path} have different vocabularies, of {other.vocab_size} and"
+                f" {first.vocab_size} ids: prepare both with one tokenizer"
+            )
+
+
+def _sample_index(positions: NDArray[np.int64], samples: int, seed: str) -> NDArray[np.int64]:
+    """The sample at each place of a source's endless row of epochs, (n,) -> (n,)."""
+    epochs, within = np.divmod(positions, samples)
     index = np.empty_like(within)
     for epoch in np.unique(epochs):
         here = epochs == epoch
-        digest = hashlib.blake2b(f"{data_seed}/{epoch}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
         index[here] = permuted_array(within[here], samples, int.from_bytes(digest, "little"))
     return index
 
 
+_ABSENT = -1
+"""Fills a row after the last token of the data."""
+
+
+def _read_rows(
+    dataset: TokenDataset, samples: NDArray[np.int64], rows: NDArray[np.int64], places: NDArray[np.int64]
+) -> None:
+    """Read samples into the given places of rows (n, S + 1)."""
+    seq_len = rows.shape[1] - 1
+    for place, sample in zip(places.tolist(), samples.tolist(), strict=True):
+        start = sample * seq_len
+        stop = min(start + seq_len + 1, dataset.n_tokens)
+        rows[place, : stop - start] = dataset.read(start, stop)
+        rows[place, stop - start :] = _ABSENT
+
+
 def _batch(
-    dataset: TokenDataset, samples: NDArray[np.int64], seq_len: int, micro_batch_size: int, isolate_documents: bool
+    rows: NDArray[np.int64],
+    eod_id: int,
+    micro_batch_size: int,
+    isolate_documents: bool,
+    source_ids: Tensor | None = None,
 ) -> Batch:
-    """The given samples as (A, B, S), in order."""
-    rows = np.stack([dataset.read(int(i) * seq_len, int(i) * seq_len + seq_len + 1) for i in samples])
-    inputs, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
+    """Rows (n, S + 1) as (A, B, S): inputs, and each one's successor as its label; what is absent is no target."""
+    inputs = np.where(rows[:, :-1] == _ABSENT, eod_id, rows[:, :-1])
+    labels = np.where(rows[:, 1:] == _ABSENT, IGNORE, rows[:, 1:])
     doc_ids = None
     if isolate_documents:
-        labels[inputs == dataset.eod_id] = IGNORE
-        doc_ids = document_ids(inputs, dataset.eod_id)
+        labels[inputs == eod_id] = IGNORE
+        doc_ids = document_ids(inputs, eod_id)
 
     def grouped(array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).reshape(-1, micro_batch_size, seq_len)
+        return torch.from_numpy(array).reshape(-1, micro_batch_size, inputs.shape[1])
 
-    return Batch(grouped(inputs), grouped(labels), None if doc_ids is None else grouped(doc_ids))
+    return Batch(grouped(inputs), grouped(labels), None if doc_ids is None else grouped(doc_ids), source_ids)

@@ -160,7 +160,9 @@ class _PositionsOfShare(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def share(_: nn.Module, inputs: tuple[Tensor]) -> DTensor:
-            return DTensor.from_local(inputs[0], device_mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+            positions = inputs[0]  # (S,), or (B, S) where documents count their own
+            along = [Shard(positions.dim() - 1)]
+            return DTensor.from_local(positions, device_mesh, [Replicate()]).redistribute(placements=along)
 
         def local(_: nn.Module, inputs: tuple[Tensor], outputs: DTensor) -> Tensor:
             return outputs.to_local()

@@ -67,7 +67,7 @@ _SHORT_NAMES = {
     "train/tokens_per_sec": "tok/s",
     "train/mfu": "mfu",
 }
-_HIDDEN = {"train/loss_ema", "train/step_time_sec"}
+_HIDDEN = {"train/loss_ema", "train/step_time_sec", "train/data_seconds"}
 
 
 class ConsoleSink:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +50,7 @@ class _Step(NamedTuple):
     loss: Number
     tokens: Number  # over all devices
     skipped: Number
+    by_source: Tensor | None = None  # fp64 (2, sources): summed loss and tokens; zero where the update was skipped
 
 
 class MetricsTracker:
@@ -84,7 +85,8 @@ class MetricsTracker:
         self._peak = gpu_peak_tflops or config.metrics.peak_tflops or _peak_tflops(config, self._device)
         snapshots = str(Path(config.run_dir) / "memory_snapshots")
         self._memory = DeviceMemoryMonitor(self._device, config.profiling.memory_snapshot_step, snapshots)
-        self._watch = Stopwatch(clock, self._wait)
+        self._watch, self._clock = Stopwatch(clock, self._wait), clock
+        self._data_sec = 0.0  # waited for data in the window
         self._steps: list[_Step] = []  # of the window
         self._smoothed = 0  # how many of them are in the EMA
         self._warm = False  # whether the first step is done
@@ -116,6 +118,7 @@ class MetricsTracker:
         tokens_in_step: Number,
         *,
         skipped: Number | None = None,
+        by_source: tuple[Tensor, Tensor] | None = None,
         force: bool = False,
         **extra: Number,
     ) -> StepMetrics | None:
@@ -126,14 +129,16 @@ class MetricsTracker:
             loss, grad_norm, lr: of the global batch; before clipping; used by the update.
             tokens_in_step: over all devices.
             skipped: whether the update was not made; logged as the count in the window.
+            by_source: summed loss and tokens of each data source, (sources,) each; over the window they are logged as
+                `train/loss/<name>` and `train/tokens/<name>`.
             force: log whatever the interval, for the last step of a run.
             extra: logged as `train/<name>`.
 
         Returns: the metrics on a logging step (every `metrics.log_interval`), else None.
         """
-        self._steps.append(
-            _Step(_detached(loss), _detached(tokens_in_step), _detached(0 if skipped is None else skipped))
-        )
+        skips = _detached(0 if skipped is None else skipped)
+        sums = None if by_source is None else _kept(by_source, skips)
+        self._steps.append(_Step(_detached(loss), _detached(tokens_in_step), skips, sums))
         if not self._warm:
             self._end_first_step()
         if not force and step % self._config.metrics.log_interval:
@@ -143,6 +148,15 @@ class MetricsTracker:
         if skipped is not None:
             values["skipped"] = sum(_read([past.skipped for past in self._steps]))
         return self._report(step, values)
+
+    @contextmanager
+    def waiting_for_data(self) -> Generator[None, None, None]:
+        """Count the time inside as the step's wait for data: its mean is `train/data_seconds`, a part of the step's."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._data_sec += self._clock() - start
 
     def excluded(self, name: str) -> AbstractContextManager[None]:
         """Leave the time inside out of every rate and report it as `time/<name>` on the next logging step."""
@@ -197,10 +211,11 @@ class MetricsTracker:
             rates = {"tokens_per_sec": tokens_per_sec, "mfu": mfu}
         smoothed, weight = self.ema_state()
         loss_ema = {"loss_ema": smoothed / weight} if weight else {}
-        train = values | rates | {"step_time_sec": step_time} | loss_ema
+        waited = self._data_sec / len(self._steps)
+        train = values | rates | {"step_time_sec": step_time, "data_seconds": waited} | loss_ema | self._by_source()
         utilization = memory_utilization(memory)
         apart = self._watch.take_apart()
-        self._steps, self._smoothed, self._first_sec = [], 0, None
+        self._steps, self._smoothed, self._first_sec, self._data_sec = [], 0, None, 0.0
         self._watch.restart()
         self._send(
             step,
@@ -210,6 +225,18 @@ class MetricsTracker:
         )
         update = {name: values[name] for name in ("loss", "grad_norm", "lr")}
         return StepMetrics(**update, **rates, step_time_sec=step_time, **memory, mem_utilization=utilization)
+
+    def _by_source(self) -> dict[str, float]:
+        """Mean loss and number of tokens of each data source over the window; no loss of one that was not drawn."""
+        sums = [step.by_source for step in self._steps if step.by_source is not None]
+        if not sums:
+            return {}
+        found: dict[str, float] = {}
+        names = [source.name for source in self._config.data.sources]
+        for name, loss, tokens in zip(names, *torch.stack(sums).sum(0).tolist(), strict=True):
+            found |= {f"loss/{name}": loss / tokens} if tokens else {}
+            found[f"tokens/{name}"] = tokens
+        return found
 
     def _timing(self) -> tuple[float, float | None]:
         """Mean seconds a step, and tokens/s of the window; None where it holds the first step alone."""
@@ -231,6 +258,12 @@ def _peak_tflops(config: JobConfig, device: torch.device) -> float:
 
 def _detached(value: Number) -> Number:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _kept(by_source: tuple[Tensor, Tensor], skipped: Number) -> Tensor:
+    """The sums of an update as fp64 (2, sources), zeros where it was skipped: its loss may not be finite."""
+    sums = torch.stack([part.detach().double() for part in by_source])
+    return torch.where(torch.as_tensor(skipped, device=sums.device).bool(), 0.0, sums)
 
 
 def _read(values: Sequence[Number]) -> list[float]:

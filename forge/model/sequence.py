@@ -36,3 +36,12 @@ def token_positions(length: int, past: int, cut: SequenceCut | None, device: tor
     if cut is None:
         return torch.arange(past, past + length, device=device)
     return cut.take(torch.arange(cut.whole_length(length), device=device), 0)
+
+
+def document_positions(doc_ids: Tensor, cut: SequenceCut | None = None) -> Tensor:
+    """Places counted from the start of each document, for ids that change where one begins; int64 (B, S) -> (B, S)."""
+    whole = doc_ids if cut is None else cut.gather(doc_ids, -1)
+    at = torch.arange(whole.shape[-1], device=whole.device).expand_as(whole)
+    begins = torch.nn.functional.pad(whole[..., 1:] != whole[..., :-1], (1, 0), value=True)
+    positions = at - torch.where(begins, at, 0).cummax(-1).values
+    return positions if cut is None else cut.take(positions, -1)

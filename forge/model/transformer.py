@@ -13,7 +13,7 @@ from forge.model.block import Block, BlockOutput
 from forge.model.head import head_logits
 from forge.model.norm import build_norm
 from forge.model.rope import rotary_table
-from forge.model.sequence import SequenceCut, token_positions
+from forge.model.sequence import SequenceCut, document_positions, token_positions
 
 OutputFn = Callable[[Tensor, Tensor, list[BlockOutput]], Any]
 """(hidden (B, S, dim), head weight (V, dim), what the blocks left) -> the result of the forward pass."""
@@ -63,9 +63,12 @@ class Transformer(nn.Module):
         rotary = None
         cut = self.cut if past is None else None  # with a cache every rank has whole sequences
         positions = token_positions(input_ids.shape[-1], seen, cut, input_ids.device)
-        x = self._embedded(input_ids, positions) if hidden is None else hidden
+        counted = positions
+        if self.config.restart_positions and doc_ids is not None:
+            counted = document_positions(doc_ids, cut)
+        x = self._embedded(input_ids, counted) if hidden is None else hidden
         if self.config.position == "rope":
-            rotary = rotary_table(positions, self.config)
+            rotary = rotary_table(counted, self.config)
         mask = attention_mask(self.config, positions, seen, doc_ids, cut)
         left: list[BlockOutput] = []
         biases = router_bias or {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from forge.checkpoint import (
     save_checkpoint,
 )
 from forge.config import JobConfig, load_config, save_config
-from forge.data import Batch, available_cores, prefetch, prepared, share_of
+from forge.data import Batch, prefetch, share_of
 from forge.errors import CheckpointError, RunError, Stopped
 from forge.logging import get_logger
 from forge.metrics import MetricsTracker, count_parameters
@@ -38,8 +38,8 @@ from forge.resilience import (
     lock_run,
     watch,
 )
-from forge.training.data_pipeline import DataPipeline, build_data_pipeline
-from forge.training.eval import run_eval
+from forge.training.data_pipeline import DataPipeline, build_data_pipeline, prepare_data
+from forge.training.eval import run_eval_sets
 from forge.training.hooks import Hook, HookRunner
 from forge.training.loop import Loop, run_loop
 from forge.training.optimizer import eval_params
@@ -145,8 +145,10 @@ def _attempt(run: _Run, state: TrainState, notes: dict[str, Any], interruption: 
         stack.callback(tracker.close)
         progress = stack.enter_context(training_progress(steps, done)) if runtime.leads else SILENT
         _announce(config, parts, data, done, progress)
-        batches = prefetch(lambda step: data.batch_at(batch_index(jumps, step)), done, steps, config.data.prefetch)
-        stack.enter_context(closing(batches))
+        ahead = prefetch(
+            lambda step: data.batch_at(batch_index(jumps, step)), done, steps, config.data.prefetch, config.data.workers
+        )
+        batches = stack.enter_context(closing(ahead))
         saver = stack.enter_context(_background_saver()) if config.checkpoint.async_save else None
         step_fn = run.step_fn
         loop = Loop(
@@ -213,7 +215,7 @@ def open_data(config: JobConfig, runtime: Runtime) -> DataPipeline:
     """Open the data; where it must be tokenised first, one rank does it."""
     if runtime.leads:
         with counting_progress("tokenising documents") as report:
-            prepared(config.data, workers=available_cores(), progress=report)
+            prepare_data(config, progress=report)
     runtime.barrier()
     return build_data_pipeline(config, rank=runtime.data_rank, ranks=runtime.data_ranks)
 
@@ -230,7 +232,14 @@ def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path
                 f"{root}: every checkpoint is damaged: choose another --run-dir, or remove the folder"
             )
         return None
-    check_resumable(load_config(saved / "config.toml"), config, saved, parameters_only=has_parameters_only(saved))
+    manifest = read_manifest(saved)
+    check_resumable(
+        load_config(saved / "config.toml"),
+        config,
+        saved,
+        manifest["step"],
+        parameters_only=has_parameters_only(saved),
+    )
     return saved
 
 
@@ -262,20 +271,18 @@ def _tracker(config: JobConfig, runtime: Runtime, run_dir: Path, done: int, note
 def _evaluation(
     parts: Parts, data: DataPipeline, beat: Callable[[str], None]
 ) -> Callable[[TrainState], dict[str, float]] | None:
-    batches = data.eval_batches
-    if batches is None:
+    if not data.eval_sets:
         return None
-
-    def watched() -> Iterator[Batch]:
-        for batch in batches:
-            beat("in the evaluation")
-            yield batch
 
     def evaluate(state: TrainState) -> dict[str, float]:
         params = eval_params(parts.optimizer, state.params, state.opt_state)
         runtime = parts.runtime
-        on_device = (share_of(batch, runtime.data_rank, runtime.data_ranks).to(runtime.device) for batch in watched())
-        return run_eval(parts.eval_step, params, state.extras, on_device, bytes_per_token=data.bytes_per_token)
+
+        def place(batch: Batch) -> Batch:
+            beat("in the evaluation")
+            return share_of(batch, runtime.data_rank, runtime.data_ranks).to(runtime.device)
+
+        return run_eval_sets(parts.eval_step, params, state.extras, data.eval_sets, place=place)
 
     return evaluate
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
 from forge.errors import DataError
@@ -85,6 +86,59 @@ def run_eval(
     metrics = {"eval/loss": loss, "eval/perplexity": perplexity(loss), "eval/tokens": float(tokens)}
     if bytes_per_token:
         metrics["eval/bits_per_byte"] = loss / math.log(2) / bytes_per_token
+    return metrics
+
+
+@frozen
+class EvalSet:
+    """A fixed, finite set to evaluate on."""
+
+    name: str  # "" = the only one
+    batches: Iterable[Batch]  # the same at every iteration
+    bytes_per_token: float = 0.0  # of its text; 0 = not known
+    held_out: bool = True  # of the training data
+
+
+def run_eval_sets(
+    eval_step: EvalStep,
+    params: dict[str, Tensor],
+    extras: PyTree,
+    sets: Iterable[EvalSet],
+    *,
+    place: Callable[[Batch], Batch],
+) -> dict[str, float]:
+    """`run_eval` of every set.
+
+    Args:
+        place: takes a batch to where the step computes.
+
+    Returns:
+        `eval/<name>/loss` and so on of each set, and `eval/loss` and so on over all tokens held out of the training
+        data; over all sets where nothing is held out. A set without a name has the latter alone.
+    """
+    sets = tuple(sets)
+    of_each = [
+        run_eval(eval_step, params, extras, map(place, each.batches), bytes_per_token=each.bytes_per_token)
+        for each in sets
+    ]
+    pairs = list(zip(sets, of_each, strict=True))
+    metrics = _together([pair for pair in pairs if pair[0].held_out] or pairs)
+    for each, found in pairs:
+        if each.name:
+            metrics |= {key.replace("eval/", f"eval/{each.name}/"): value for key, value in found.items()}
+    return metrics
+
+
+def _together(pairs: list[tuple[EvalSet, dict[str, float]]]) -> dict[str, float]:
+    """The metrics of several sets as one."""
+    if len(pairs) == 1:
+        return dict(pairs[0][1])
+    tokens = sum(found["eval/tokens"] for _, found in pairs)
+    loss = sum(found["eval/loss"] * found["eval/tokens"] for _, found in pairs) / tokens
+    metrics = {"eval/loss": loss, "eval/perplexity": perplexity(loss), "eval/tokens": tokens}
+    if all(each.bytes_per_token for each, _ in pairs):
+        n_bytes = sum(found["eval/tokens"] * each.bytes_per_token for each, found in pairs)
+        metrics["eval/bits_per_byte"] = loss * tokens / math.log(2) / n_bytes
     return metrics
 
 

@@ -84,10 +84,11 @@ def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> Train
 def _one_step(state: TrainState, step: int, loop: Loop) -> tuple[TrainState, StepResult]:
     loop.tracker.start_step()
     loop.beat(f"waiting for the data of step {step + 1}")
-    batch = next(loop.batches).to(loop.runtime.device)
+    with loop.tracker.waiting_for_data():
+        batch = next(loop.batches)
     loop.beat(f"in step {step + 1}")
     train_step, state = loop.step_at(step, state)
-    return train_step(state, batch)
+    return train_step(state, batch.to(loop.runtime.device))
 
 
 def _due(step: int, interval: int, final: bool) -> bool:
@@ -98,8 +99,19 @@ def _report(step: int, result: StepResult, loop: Loop, force: bool) -> None:
     """Log on logging steps; nothing waits for the device on the others."""
     loop.beat(f"in the log and the hooks of step {step}")
     parts = {"ce_loss": result.ce_loss, "z_loss": result.z_loss, "aux_loss": result.aux_loss}
+    by_source = None
+    if result.source_loss is not None and result.source_tokens is not None:
+        by_source = (result.source_loss, result.source_tokens)
     metrics = loop.tracker.end_step(
-        step, result.loss, result.grad_norm, result.lr, result.tokens, skipped=result.skipped, force=force, **parts
+        step,
+        result.loss,
+        result.grad_norm,
+        result.lr,
+        result.tokens,
+        skipped=result.skipped,
+        by_source=by_source,
+        force=force,
+        **parts,
     )
     loop.progress.advance(step, {} if metrics is None else _shown(metrics))
     loop.hooks.step_ended(step, result)
@@ -129,6 +141,9 @@ def describe_eval(metrics: Mapping[str, float]) -> str:
     line = f"loss {metrics['eval/loss']:.4f} | perplexity {metrics['eval/perplexity']:.4g}"
     if "eval/bits_per_byte" in metrics:
         line += f" | bits per byte {metrics['eval/bits_per_byte']:.4f}"
+    for key, value in metrics.items():
+        name = key.removeprefix("eval/").removesuffix("/loss")
+        line += f" | {name} {value:.4f}" if key == f"eval/{name}/loss" else ""
     return line
 
 

@@ -32,7 +32,7 @@ from forge.training.optimizer import (
 )
 from forge.training.optimizer.muon_sharded import sharded_orthogonal_steps
 from forge.training.runtime import Runtime
-from forge.training.scheduler import Schedule, build_scheduler
+from forge.training.scheduler import Schedule, build_scheduler, scaled_by_phase
 from forge.training.spikes import init_spikes
 from forge.training.state import TrainState, init_state
 from forge.training.step import TrainStep, build_train_step
@@ -73,7 +73,7 @@ def build_parts(config: JobConfig, runtime: Runtime) -> Parts:
         model=model,
         names=names,
         optimizer=optimizer,
-        schedule=build_scheduler(config.scheduler, config.train.steps),
+        schedule=scaled_by_phase(build_scheduler(config.scheduler, config.train.steps), config.data.all_phases),
         eval_step=_eval_step(config, runtime, model),
     )
 
@@ -195,8 +195,8 @@ def _norm_for(parts: Parts) -> Callable[[dict[str, Tensor]], Tensor] | None:
 
 def seam_for(config: JobConfig, parts: Parts, trainable: frozenset[str] | None = None) -> ValueAndGrad:
     """The `value_and_grad` of this process's layout."""
-    runtime, vocab_size = parts.runtime, config.model.vocab_size
-    loss_fn = build_loss_fn(config.train, config.model, vocab_group=runtime.vocab_group)
+    runtime, vocab_size, sources = parts.runtime, config.model.vocab_size, len(config.data.sources)
+    loss_fn = build_loss_fn(config.train, config.model, sources, vocab_group=runtime.vocab_group)
     if isinstance(parts.model, Stages):
         assert runtime.mesh is not None
         return build_pipeline_value_and_grad(
@@ -207,6 +207,7 @@ def seam_for(config: JobConfig, parts: Parts, trainable: frozenset[str] | None =
             trainable=trainable,
             schedule=config.distributed.pp_schedule,
             compute_dtype=runtime.compute_dtype,
+            sources=sources,
         )
     if runtime.mesh is not None:
         return build_sharded_value_and_grad(

@@ -21,7 +21,7 @@ from forge.config import JobConfig, load_config
 from forge.data import build_tokenizer
 from forge.errors import CheckpointError
 from forge.training.data_pipeline import build_data_pipeline
-from forge.training.eval import run_eval
+from forge.training.eval import run_eval_sets
 from forge.training.parts import Parts, adopt, build_parts, initial_state, template_state
 from forge.training.runtime import build_runtime
 from forge.training.samples import sample_text
@@ -97,18 +97,16 @@ def choose_checkpoint(root: Path, step: int) -> Path:
 
 
 def evaluate_run(run_dir: str | Path, *, step: int = -1, device: Device = "auto", batches: int) -> dict[str, float]:
-    """`run_eval` of a run's checkpoint on its held-out data, at most `batches` batches; `step` among the results."""
+    """`run_eval_sets` of a run's checkpoint, at most `batches` batches a set; `step` among the results."""
     trained = load_run(run_dir, step=step, device=device)
     asked = evolve(trained.config.eval, interval=1, batches=batches)
     data = build_data_pipeline(evolve(trained.config, eval=asked))
-    assert data.eval_batches is not None
-    on_device = (batch.to(trained.parts.runtime.device) for batch in data.eval_batches)
-    metrics = run_eval(
+    metrics = run_eval_sets(
         trained.parts.eval_step,
         trained.params(),
         trained.state.extras,
-        on_device,
-        bytes_per_token=data.bytes_per_token,
+        data.eval_sets,
+        place=lambda batch: batch.to(trained.parts.runtime.device),
     )
     return {"step": float(trained.state.step), **metrics}
 

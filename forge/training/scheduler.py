@@ -7,13 +7,13 @@ is at the end of the decay (t = 1); after that the floor holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from forge.config import REX, WSD, Constant, Cosine, Linear, NoSchedule, SchedulerConfig
+from forge.config import REX, WSD, Constant, Cosine, DataPhase, Linear, NoSchedule, SchedulerConfig
 from forge.config.job import DECAY_SHARE, WARMUP_SHARE
 
 Shape = Callable[[Tensor], Tensor]
@@ -23,7 +23,7 @@ class Schedule:
     """Multiplier at update n: `schedule(5)` is a float; `schedule(tensor)` a tensor of its shape, with no host sync."""
 
     def __init__(self, multiplier: Callable[[Tensor], Tensor]) -> None:
-        self._multiplier = multiplier
+        self.at = multiplier
 
     @overload
     def __call__(self, step: int) -> float: ...
@@ -31,8 +31,8 @@ class Schedule:
     def __call__(self, step: Tensor) -> Tensor: ...
     def __call__(self, step: int | Tensor) -> float | Tensor:
         if isinstance(step, Tensor):
-            return self._multiplier(step.to(torch.float32))
-        return float(self._multiplier(torch.tensor(step, dtype=torch.float64)))
+            return self.at(step.to(torch.float32))
+        return float(self.at(torch.tensor(step, dtype=torch.float64)))
 
 
 def build_scheduler(config: SchedulerConfig, total_steps: int) -> Schedule:
@@ -65,6 +65,20 @@ def build_scheduler(config: SchedulerConfig, total_steps: int) -> Schedule:
         return floor + (1 - floor) * shape(t)
 
     return Schedule(_with_warmup(warmup, after_warmup))
+
+
+def scaled_by_phase(schedule: Schedule, phases: Sequence[DataPhase]) -> Schedule:
+    """The schedule times the `lr_scale` of the data phase that an update is in."""
+    if not phases:
+        return schedule
+
+    def scaled(n: Tensor) -> Tensor:
+        scale = torch.ones_like(n)
+        for phase in phases:
+            scale = torch.where(n >= phase.start_step, phase.lr_scale, scale)
+        return scale * schedule.at(n)
+
+    return Schedule(scaled)
 
 
 def _with_warmup(warmup: int, after: Shape) -> Shape:

@@ -25,7 +25,19 @@ from forge.checkpoint import (
     verify_checkpoint,
 )
 from forge.checkpoint.folder import checkpoint_path, checkpoint_step
-from forge.config import AdamW, CheckpointConfig, JobConfig, Lion, ModelConfig, Muon, ScheduleFree, TrainConfig
+from forge.config import (
+    AdamW,
+    CheckpointConfig,
+    DataConfig,
+    DataPhase,
+    DataSource,
+    JobConfig,
+    Lion,
+    ModelConfig,
+    Muon,
+    ScheduleFree,
+    TrainConfig,
+)
 from forge.errors import CheckpointError
 from forge.pytree import tree_equal, tree_map
 from forge.training.parts import build_parts, initial_state, template_state
@@ -265,6 +277,22 @@ def test_what_does_not_change_an_update_may_change_on_resume(tmp_path):
     check_resumable(
         CONFIG, evolve(CONFIG, run_dir="elsewhere", train=train, eval=evolve(CONFIG.eval, interval=5)), tmp_path
     )
+
+
+def test_data_phases_may_change_on_resume_only_where_they_have_not_begun(tmp_path):
+    sources = (DataSource("a", "here"), DataSource("b", "here"))
+    phases = (DataPhase(5, {"a": 1.0}), DataPhase(9, {"b": 1.0}))
+    saved = evolve(CONFIG, data=DataConfig(sources=sources, phases=phases))
+    moved = tuple(evolve(source, path="elsewhere") for source in sources)
+    later = DataConfig(sources=moved, phases=phases[:1], anneal_start_step=9, anneal_lr_scale=0.1)
+    check_resumable(saved, evolve(saved, data=later), tmp_path, step=9)
+    check_resumable(saved, evolve(saved, data=DataConfig(sources=sources)), tmp_path, step=5)
+    for step, asked in ((10, later), (6, DataConfig(sources=sources))):
+        with pytest.raises(CheckpointError, match=r"data\.phases"):
+            check_resumable(saved, evolve(saved, data=asked), tmp_path, step=step)
+    with pytest.raises(CheckpointError, match=r"data\.sources"):
+        heavier = (sources[0], evolve(sources[1], weight=2.0))
+        check_resumable(saved, evolve(saved, data=DataConfig(sources=heavier, phases=phases)), tmp_path, step=0)
 
 
 def test_a_folder_that_is_not_a_checkpoint_is_refused(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,12 @@ from forge.config import (
     AdamW,
     Constant,
     Cosine,
+    DataConfig,
+    DataPhase,
+    DataSource,
     DistributedConfig,
+    EvalConfig,
+    EvalSource,
     FreezeStage,
     JobConfig,
     Lion,
@@ -37,6 +43,7 @@ from forge.config import (
 from forge.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+A, SET = DataSource("a", "x"), EvalSource("a", "x")
 PRESETS = sorted((ROOT / "configs").glob("*.toml"))
 
 
@@ -61,6 +68,20 @@ PRESETS = sorted((ROOT / "configs").glob("*.toml"))
         (lambda: DistributedConfig(dp_shard=0), "dp_shard must be -1"),
         (lambda: JobConfig().accumulation_steps(3), "micro_batch_size = 8 x 3 data-parallel ranks"),
         (lambda: TrainConfig(freeze=FreezeStage(patterns=("a",))), "train.freeze"),
+        (lambda: DataSource("a/b", "x"), "data.sources.name must be letters, digits, _, - or ., got 'a/b'"),
+        (lambda: DataConfig(sources=(A, A)), "data.sources: the name 'a' is given 2 times"),
+        (lambda: DataConfig(sources=(evolve(A, weight=0.0),)), "data.sources: every weight is 0"),
+        (lambda: DataConfig(sources=(A,), phases=(DataPhase(3, {"b": 1.0}),)), "from step 3 name 'b'; data.sources has a"),
+        (lambda: DataConfig(phases=(DataPhase(3, {"web": 1.0}),)), "data.sources has none"),
+        (lambda: DataConfig(sources=(A,), phases=(DataPhase(3, {"a": 0.0}),)), "from step 3 are all 0"),
+        (lambda: DataConfig(phases=(DataPhase(3), DataPhase(3))), "start_step = 3 follows 3"),
+        (lambda: DataConfig(phases=(DataPhase(9),), anneal_start_step=5), "start_step = 5 follows 9"),
+        (lambda: DataConfig(anneal_lr_scale=0.5), "need data.anneal_start_step"),
+        (lambda: DataPhase(3, {"a": -1.0}), "data.phases.weights.a must be a number >= 0, got -1.0"),
+        (lambda: DataPhase(0), "data.phases.start_step must be an integer >= 1, got 0"),
+        (lambda: EvalConfig(sets=(SET, SET)), "eval.sets: the name 'a' is given 2 times"),
+        (lambda: JobConfig(data=DataConfig(sources=(A,)), eval=EvalConfig(sets=(SET,))), "eval.sets: 'a' is the name"),
+        (lambda: JobConfig(model=ModelConfig(restart_positions=True), data=DataConfig(isolate_documents=False)), "needs data.isolate"),
         (lambda: TrainConfig(compile=1), "train.compile must be true or false, got 1"),
     ],
 )  # fmt: skip
@@ -86,6 +107,11 @@ def test_what_cannot_work_is_refused_with_the_numbers(build, message):
         ({"train": {"freeze": [{"patterns": [3]}]}}, "train.freeze[0].patterns[0] must be a string, got 3"),
         ({"train": {"freeze": [{}]}}, "train.freeze[0]: the key 'patterns' is missing"),
         ({"train": {"precision": "fp64"}}, "train.precision must be one of auto, fp32, bf16, got 'fp64'"),
+        ({"data": {"sources": [{"name": "a"}]}}, "data.sources[0]: the key 'path' is missing"),
+        ({"data": {"sources": [{"name": "a", "path": "b", "weight": "c"}]}}, "data.sources[0].weight must be a number"),
+        ({"data": {"phases": [{"start_step": 1, "weights": 3}]}}, "data.phases[0].weights must be a table"),
+        ({"data": {"anneal_weights": {"a": "b"}}}, "data.anneal_weights.a must be a number, got 'b'"),
+        ({"eval": {"sets": [{"name": "a", "path": "b", "split": "c"}]}}, "unknown key eval.sets[0].split"),
         ({"model": 3}, "model must be a table"),
         ({"optimizer": 3}, "optimizer must be a table, got 3"),
         ({"train": {"freeze": 3}}, "train.freeze must be a list"),
@@ -156,3 +182,15 @@ def test_configs_are_frozen():
 def test_importing_the_config_and_the_command_line_brings_no_torch():
     code = "import sys, forge.config.flags, cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_mixing_and_evaluation_sets_survive_a_round_trip(tmp_path):
+    data = DataConfig(
+        sources=(A, DataSource("b", "y", 0.25)), temperature=2.0, phases=(DataPhase(5, {"b": 1.0}, 0.5), DataPhase(7)),
+        anneal_start_step=9, anneal_weights={"a": 1.0, "b": 3.0}, anneal_lr_scale=0.1,
+    )  # fmt: skip
+    config = JobConfig(data=data, eval=EvalConfig(sets=(EvalSource("far", "z"),)))
+    save_config(config, tmp_path / "config.toml")
+    assert load_config(tmp_path / "config.toml") == config
+    assert [phase.start_step for phase in data.all_phases] == [5, 7, 9]
+    assert data.weights_by_step() == ((0, (1.0, 0.25)), (5, (0.0, 1.0)), (9, (1.0, 3.0)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +18,7 @@ from forge.data import (
     Shard,
     TokenDataset,
     build_batch_at,
+    build_mixture,
     check_vocab,
     document_ids,
     eval_batches,
@@ -43,7 +47,7 @@ def _stream(length: int, vocab_size: int = 1 << 20) -> TokenDataset:
 
 def _batch_at(dataset, seq_len=4, global_batch_size=4, micro_batch_size=1, data_seed=0, isolate=False, **ranks):
     return build_batch_at(
-        dataset,
+        {"": dataset},
         seq_len=seq_len,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
@@ -61,26 +65,47 @@ def _rows(batch) -> list[list[int]]:
     return batch.input_ids.flatten(0, 1).tolist()
 
 
-def test_ten_tokens_in_sequences_of_four_are_two_samples_that_share_the_token_between(tmp_path):
-    (first, second) = _eval(_dataset(tmp_path, range(10)))
+def test_ten_tokens_in_sequences_of_four_are_two_samples_that_share_the_token_between_and_a_short_one(tmp_path):
+    (first, second, last) = _eval(_dataset(tmp_path, range(10)))
     assert (first.input_ids.tolist(), first.labels.tolist()) == ([[[0, 1, 2, 3]]], [[[1, 2, 3, 4]]])
     assert (second.input_ids.tolist(), second.labels.tolist()) == ([[[4, 5, 6, 7]]], [[[5, 6, 7, 8]]])
+    assert (last.input_ids[0, 0, 0], last.labels.tolist()) == (8, [[[9, IGNORE, IGNORE, IGNORE]]])
     assert first.input_ids.dtype == first.labels.dtype == torch.int64 and first.doc_ids is None
 
 
 @settings(deadline=None, max_examples=40)
 @given(length=st.integers(2, 200), seq_len=st.integers(1, 12), seed=st.integers(0, 99), epoch=st.integers(0, 3))
-def test_an_epoch_has_every_token_as_an_input_once_and_as_a_target_once(length, seq_len, seed, epoch):
+def test_an_epoch_has_every_token_but_the_first_as_a_target_once_after_the_token_before_it(
+    length, seq_len, seed, epoch
+):
     dataset = _stream(length)
-    samples = n_samples(dataset, seq_len)
-    if samples == 0:
+    if length <= seq_len:
         return
+    samples = n_samples(dataset, seq_len)
     batch_at = _batch_at(dataset, seq_len, 1, 1, seed)
     batches = [batch_at(step) for step in range(epoch * samples, (epoch + 1) * samples)]
-    inputs = sorted(torch.cat([b.input_ids.flatten() for b in batches]).tolist())
-    targets = sorted(torch.cat([b.labels.flatten() for b in batches]).tolist())
-    assert inputs == list(range(samples * seq_len)) and targets == list(range(1, samples * seq_len + 1))
-    assert length - len(targets) - 1 < seq_len
+    inputs, labels = (torch.cat([getattr(b, part).flatten() for b in batches]) for part in ("input_ids", "labels"))
+    real = labels != IGNORE
+    assert sorted(labels[real].tolist()) == list(range(1, length))
+    assert torch.equal(inputs[real] + 1, labels[real])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    documents=st.lists(st.lists(st.integers(1, 98), min_size=1, max_size=9), min_size=1, max_size=12),
+    seq_len=st.integers(1, 10),
+    seed=st.integers(0, 9),
+)
+def test_packed_documents_lose_no_token_and_repeat_none(documents, seq_len, seed, tmp_path_factory):
+    tokens = [token for document in documents for token in (*document, EOD)]
+    if len(tokens) <= seq_len:
+        return
+    dataset = _dataset(tmp_path_factory.mktemp("packed"), tokens)
+    samples = n_samples(dataset, seq_len)
+    batch_at = _batch_at(dataset, seq_len, 1, 1, seed, isolate=True)
+    labels = torch.cat([batch_at(step).labels.flatten() for step in range(samples)])
+    predicted = sorted(token for document in documents for token in (*document[1:], EOD))
+    assert sorted(labels[labels != IGNORE].tolist()) == predicted
 
 
 def test_every_epoch_has_an_order_of_its_own():
@@ -182,7 +207,6 @@ def test_files_of_different_vocabularies_are_no_one_stream(tmp_path):
 
 def test_data_shorter_than_one_sequence_is_an_error_with_the_numbers(tmp_path):
     dataset = _dataset(tmp_path, range(8))
-    assert n_samples(dataset, 8) == 0
     for build in (_batch_at, _eval):
         with pytest.raises(DataError, match=r"8 tokens, one sequence of train\.seq_len = 8 needs 9"):
             build(dataset, seq_len=8)
@@ -204,6 +228,19 @@ def test_an_id_beyond_the_vocabulary_is_named_with_file_and_offset_in_the_batch_
     next(batches)
     with pytest.raises(DataError, match=r"0\.bin: the token at offset 9 has id 100"):
         next(batches)
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_offset(tmp_path):
+    class Broken(Shard):
+        def read(self, start, stop):
+            raise OSError(5, "Input/output error")
+
+    good = _dataset(tmp_path, range(9)).shards[0]
+    broken = Broken("broken.bin", good.tokens, good.doc_ends, good.vocab_size, good.eod_id, 0)
+    dataset = TokenDataset(tmp_path, (good, broken))
+    assert dataset.read(0, 9).tolist() == list(range(9))
+    with pytest.raises(DataError, match=r"broken\.bin: cannot be read at offset 2 \(Input/output error\)"):
+        dataset.read(11, 13)
 
 
 def test_evaluation_asked_for_50_batches_of_a_set_of_7_takes_the_7_once_each_and_the_same_every_time():
@@ -230,13 +267,29 @@ def test_a_large_evaluation_set_is_sampled_evenly_and_without_repeats(samples, b
     assert gaps.max() - gaps.min() <= 1
 
 
-def test_a_hundred_billion_tokens_open_at_once_and_give_a_batch(tmp_path):
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells memory by /proc")
+def test_a_hundred_billion_tokens_are_planned_and_read_in_seconds_and_in_little_memory(tmp_path):
     path = tmp_path / "sparse.bin"
     with path.open("wb") as file:
         file.truncate(200_000_000_000)
+    begun, before = time.perf_counter(), _own_bytes()
     dataset = TokenDataset(path, (open_raw(path, "uint16", 50257, 50256),))
     assert dataset.n_tokens == 100_000_000_000
-    assert _batch_at(dataset, 2048, 8, 4)(10_000_000).input_ids.shape == (2, 4, 2048)
+    mixture = build_mixture([(0, (0.61, 0.39)), (10**8, (0.2, 0.8))], 1.5)
+    batch_at = build_batch_at(
+        {"a": dataset, "b": dataset}, mixture, seq_len=2048, global_batch_size=8, micro_batch_size=4, data_seed=0,
+        isolate_documents=True,
+    )  # fmt: skip
+    for step in (0, 6_000_000, 10**7, 3 * 10**7):
+        assert batch_at(step).input_ids.shape == (2, 4, 2048)
+    assert time.perf_counter() - begun < 10
+    assert _own_bytes() - before < 64 << 20
+
+
+def _own_bytes() -> int:
+    """Memory of this process that is no cache of files."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) << 10
 
 
 def test_bytes_per_token_is_known_only_where_every_file_knows_it():

@@ -29,18 +29,19 @@ def _workers() -> list[threading.Thread]:
 
 
 @settings(deadline=None, max_examples=30)
-@given(start=st.integers(0, 5), count=st.integers(0, 12), depth=st.integers(0, 15))
-def test_any_depth_gives_the_same_batches_in_order_and_leaves_no_thread(start, count, depth):
-    assert _steps(prefetch(_batch_at, start, start + count, depth)) == list(range(start, start + count))
+@given(start=st.integers(0, 5), count=st.integers(0, 12), depth=st.integers(0, 15), workers=st.integers(1, 4))
+def test_any_depth_and_workers_give_the_same_batches_in_order_and_leave_no_thread(start, count, depth, workers):
+    assert _steps(prefetch(_batch_at, start, start + count, depth, workers)) == list(range(start, start + count))
     assert _workers() == []
 
 
-def test_a_slow_batch_does_not_let_a_later_one_pass():
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_slow_batch_does_not_let_a_later_one_pass(workers):
     def uneven(step):
         time.sleep(0.02 if step % 3 == 0 else 0)
         return _batch_at(step)
 
-    assert _steps(prefetch(uneven, 0, 9, 4)) == list(range(9))
+    assert _steps(prefetch(uneven, 0, 9, 4, workers)) == list(range(9))
 
 
 def test_the_given_depth_is_made_ahead_and_no_more():
@@ -59,17 +60,18 @@ def test_the_given_depth_is_made_ahead_and_no_more():
         assert made == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_an_error_is_raised_at_the_batch_it_belongs_to_and_ends_the_thread(depth):
+@pytest.mark.parametrize(("depth", "workers"), [(0, 1), (1, 1), (3, 1), (6, 3)])
+def test_an_error_is_raised_at_the_batch_it_belongs_to_and_ends_the_threads(depth, workers):
     def failing(step):
         if step == 2:
             raise ValueError("step 2 is broken")
         return _batch_at(step)
 
-    batches = prefetch(failing, 0, 10, depth)
+    batches = prefetch(failing, 0, 10, depth, workers)
     assert _steps([next(batches), next(batches)]) == [0, 1]
-    with pytest.raises(ValueError, match="step 2 is broken"):
+    with pytest.raises(ValueError, match="step 2 is broken") as caught:
         next(batches)
+    assert caught.value.__notes__ == ["while batch 2 was made"]
     assert _workers() == []
 
 

@@ -11,7 +11,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.config import JobConfig, MetricsConfig, ModelConfig, TrainConfig
+from forge.config import DataConfig, DataSource, JobConfig, MetricsConfig, ModelConfig, TrainConfig
 from forge.metrics import MetricsTracker, StepMetrics, estimate_model_flops_per_token
 from forge.pytree import tree_leaves, tree_map
 
@@ -77,6 +77,31 @@ def test_loss_norm_and_lr_are_those_of_the_step_itself():
     line = sink.lines[-1][1]
     assert (found.loss, found.grad_norm, found.lr) == (6.0, 0.1 * 6, 1e-3 * 6)
     assert (line["train/loss"], line["train/grad_norm"], line["train/lr"]) == (6.0, 0.1 * 6, 1e-3 * 6)
+
+
+def test_sources_have_their_loss_and_tokens_of_the_whole_window_without_skipped_updates():
+    sources = (DataSource("web", "x"), DataSource("code", "y"), DataSource("late", "z"))
+    tracker, sink, clock = _tracker(evolve(CONFIG, data=DataConfig(sources=sources)))
+    sums = {1: ((6.0, 1.0, 0.0), (2, 1, 0)), 2: ((math.nan, 1.0, 0.0), (5, 1, 0)), 3: ((0.0, 9.0, 0.0), (0, 4, 0))}
+    for step, (loss, tokens) in sums.items():
+        by_source = (torch.tensor(loss), torch.tensor(tokens))
+        _run(tracker, clock, [step], by_source=by_source, skipped=torch.tensor(step == 2))
+    found = {key: value for key, value in sink.lines[-1][1].items() if key.count("/") == 2}
+    assert found == {
+        "train/loss/web": 3.0, "train/tokens/web": 2, "train/loss/code": 2.0, "train/tokens/code": 5,
+        "train/tokens/late": 0,
+    }  # fmt: skip
+    _run(tracker, clock, [4, 5, 6])
+    assert not [key for key in sink.lines[-1][1] if key.count("/") == 2]
+
+
+def test_the_wait_for_data_is_reported_as_its_mean_over_the_window():
+    tracker, sink, clock = _tracker()
+    for step in range(1, 7):
+        with tracker.waiting_for_data():
+            clock.now += 0.25 * step
+        _run(tracker, clock, [step])
+    assert [line["train/data_seconds"] for _, line in sink.lines] == [0.5, 1.25]
 
 
 def test_the_first_step_is_in_no_rate():

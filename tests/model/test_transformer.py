@@ -85,6 +85,28 @@ def test_a_document_does_not_see_the_one_before_it():
     assert not torch.allclose(_logits(SMALL, ids)[:, 3:], _logits(SMALL, changed)[:, 3:])
 
 
+DOCUMENTS = st.lists(st.integers(1, 6), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=20)
+@given(lengths=DOCUMENTS, variant=st.sampled_from(list(VARIANTS)))
+def test_restarted_positions_make_a_packed_document_what_it_is_alone(lengths, variant):
+    config = evolve(VARIANTS[variant], restart_positions=True)
+    ids, doc_ids = _ids(1, sum(lengths)), torch.repeat_interleave(torch.tensor(lengths)).unsqueeze(0)
+    packed = _logits(config, ids, doc_ids).split(lengths, dim=1)
+    for part, document in zip(packed, ids.split(lengths, dim=1), strict=True):
+        torch.testing.assert_close(part, _logits(config, document), rtol=1e-4, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=20)
+@given(lengths=DOCUMENTS)
+def test_within_documents_rotary_attention_knows_distances_only_and_learned_positions_places(lengths):
+    ids, doc_ids = _ids(1, sum(lengths)), torch.repeat_interleave(torch.tensor(lengths)).unsqueeze(0)
+    for config, same in ((SMALL, True), (VARIANTS["gpt2"], len(lengths) == 1)):
+        counted, restarted = (_logits(evolve(config, restart_positions=on), ids, doc_ids) for on in (False, True))
+        assert torch.allclose(counted, restarted, rtol=1e-4, atol=1e-5) == same
+
+
 def test_one_document_is_plain_causal_attention():
     ids = _ids()
     torch.testing.assert_close(_logits(SMALL, ids, torch.zeros_like(ids)), _logits(SMALL, ids))

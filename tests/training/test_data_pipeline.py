@@ -6,7 +6,16 @@ import pytest
 import torch
 from attrs import evolve
 
-from forge.config import DataConfig, EvalConfig, JobConfig, ModelConfig, TrainConfig
+from forge.config import (
+    DataConfig,
+    DataPhase,
+    DataSource,
+    EvalConfig,
+    EvalSource,
+    JobConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from forge.data import build_tokenizer, prepare
 from forge.errors import DataError
 from forge.pytree import tree_equal
@@ -31,8 +40,8 @@ def test_batches_have_the_shapes_that_the_config_asks_for(job):
     data = build_data_pipeline(job)
     batch = data.batch_at(0)
     assert batch.input_ids.shape == batch.labels.shape == batch.doc_ids.shape == (2, 2, 16)
-    assert [held.input_ids.shape for held in data.eval_batches] == [(1, 3, 16), (1, 3, 16)]
-    assert data.bytes_per_token == pytest.approx(1.0, abs=0.01)
+    assert [held.input_ids.shape for held in data.eval_sets[0].batches] == [(1, 3, 16), (1, 3, 16)]
+    assert data.eval_sets[0].bytes_per_token == pytest.approx(1.0, abs=0.01)
     assert data.samples > 100
 
 
@@ -54,12 +63,12 @@ def test_ranks_share_the_global_batch(job):
 
 
 def test_held_out_batches_are_the_same_at_every_iteration(job):
-    held_out = build_data_pipeline(job).eval_batches
+    held_out = build_data_pipeline(job).eval_sets[0].batches
     assert all(tree_equal(a, b) for a, b in zip(held_out, held_out, strict=True))
 
 
 def test_without_evaluation_nothing_is_held_open(job):
-    assert build_data_pipeline(evolve(job, eval=EvalConfig(interval=0))).eval_batches is None
+    assert build_data_pipeline(evolve(job, eval=EvalConfig(interval=0))).eval_sets == ()
 
 
 def test_text_is_tokenised_once_with_progress(job):
@@ -115,3 +124,56 @@ def test_data_shorter_than_one_sequence_is_refused(job):
     model, train = evolve(job.model, max_seq_len=10**6), evolve(job.train, seq_len=10**6)
     with pytest.raises(DataError, match="one sequence"):
         build_data_pipeline(evolve(job, model=model, train=train))
+
+
+@pytest.fixture
+def mixed(job, tmp_path):
+    """Two sources, the second of capital letters, and a phase of the second alone."""
+    (tmp_path / "capitals").mkdir()
+    for n in range(8):
+        (tmp_path / "capitals" / f"{n}.txt").write_text(" ".join(f"{n} TIMES {k} IS {n * k}" for k in range(30)))
+    sources = (DataSource("low", job.data.path, 3.0), DataSource("high", str(tmp_path / "capitals")))
+    data = evolve(job.data, path="unread", sources=sources, phases=(DataPhase(5, {"high": 1.0}),))
+    return evolve(job, data=data)
+
+
+def test_sources_are_mixed_by_weight_and_phase_and_each_sequence_tells_its_own(mixed):
+    data = build_data_pipeline(mixed)
+    batches = [data.batch_at(step) for step in range(8)]
+    drawn = torch.stack([batch.source_ids.flatten() for batch in batches])
+    assert drawn.sum(dim=1).tolist() == [1, 1, 1, 1, 1, 4, 4, 4]
+    for batch in batches:
+        capitals = ((batch.input_ids >= ord("A")) & (batch.input_ids <= ord("Z"))).any(-1)
+        assert torch.equal(capitals, batch.source_ids == 1)
+    assert data.samples == sum(
+        build_data_pipeline(evolve(mixed, data=mixed.data.alone(source.path))).samples for source in mixed.data.sources
+    )
+
+
+def test_each_source_has_its_held_out_part_by_name_and_further_sets_follow(mixed, tmp_path):
+    (tmp_path / "far.txt").write_text("a text that was never trained on, as a whole")
+    prepare(mixed.data.sources[0].path, tmp_path / "folder", build_tokenizer("bytes"), eval_fraction=0.2)
+    sets = (EvalSource("far", str(tmp_path / "far.txt")), EvalSource("folder", str(tmp_path / "folder")))
+    found = build_data_pipeline(evolve(mixed, eval=evolve(mixed.eval, sets=sets))).eval_sets
+    assert [(each.name, each.held_out) for each in found] == [
+        ("low", True), ("high", True), ("far", False), ("folder", False),
+    ]  # fmt: skip
+    low, _, far, folder = (list(each.batches) for each in found)
+    assert tree_equal(low, folder)
+    (batch,) = far
+    assert bytes(batch.input_ids[0].flatten().tolist()[:14]) == b"a text that wa"
+
+
+def test_without_held_out_text_further_sets_are_the_evaluation(job, tmp_path):
+    (tmp_path / "far.txt").write_text("a text that was never trained on, as a whole")
+    config = evolve(job, data=evolve(job.data, eval_fraction=0.0))
+    config = evolve(config, eval=evolve(job.eval, sets=(EvalSource("far", str(tmp_path / "far.txt")),)))
+    assert [each.name for each in build_data_pipeline(config).eval_sets] == ["far"]
+    off = evolve(config, eval=evolve(config.eval, interval=0, sets=(EvalSource("far", "/no/such/file"),)))
+    assert build_data_pipeline(off).eval_sets == ()
+
+
+def test_the_fingerprint_tells_sources_apart(mixed):
+    swapped = [evolve(a, path=b.path) for a, b in zip(mixed.data.sources, reversed(mixed.data.sources), strict=True)]
+    other = evolve(mixed, data=evolve(mixed.data, sources=tuple(swapped)))
+    assert build_data_pipeline(mixed).fingerprint != build_data_pipeline(other).fingerprint

@@ -20,6 +20,7 @@ from forge.config import (
     AdamW,
     CheckpointConfig,
     DataConfig,
+    DataSource,
     EvalConfig,
     FreezeStage,
     JobConfig,
@@ -118,6 +119,11 @@ def test_powers_of_two_are_saved_early_on_and_never_removed(job):
     assert names == ["01", "02", "04", "08"]
 
 
+def _mixed(data):
+    sources = (DataSource("a", data.path, 3.0), DataSource("b", f"{data.path}/[0-3].txt"))
+    return evolve(data, sources=sources, anneal_start_step=4, anneal_weights={"b": 1.0}, anneal_lr_scale=0.5)
+
+
 VARIANTS = {
     "adamw": lambda job: job,
     "muon": lambda job: evolve(job, optimizer=Muon(adam_lr=1e-2)),
@@ -129,6 +135,7 @@ VARIANTS = {
         job,
         train=evolve(TRAIN, freeze=(FreezeStage(("blocks.0.*",)), FreezeStage(("blocks.0.*",), False, 4))),
     ),
+    "two sources in two phases": lambda job: evolve(job, data=_mixed(job.data)),
     "bf16 weights": lambda job: evolve(job, train=evolve(TRAIN, param_dtype="bf16", precision="fp32")),
 }
 
@@ -145,6 +152,20 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(job, variant, stop):
     assert _steps(job.run_dir, "train/loss_ema") == pytest.approx(
         _steps(_at(job, "straight").run_dir, "train/loss_ema")
     )
+
+
+def test_metrics_of_a_mixture_are_by_source_and_the_phase_scales_the_rate_after_a_resume_too(job):
+    job = evolve(job, data=_mixed(job.data), scheduler=NoSchedule())
+    with pytest.raises(Stopped, match="saved step 5"):
+        run_training(job, hooks=_StopAfter(5))
+    run_training(job)
+    rates = [0.01] * 4 + [0.005] * 4
+    assert list(_steps(job.run_dir, "train/lr").values()) == pytest.approx(rates)
+    assert all(tokens > 0 for tokens in _steps(job.run_dir, "train/tokens/b").values())
+    assert [tokens > 0 for tokens in _steps(job.run_dir, "train/tokens/a").values()] == [True] * 4 + [False] * 4
+    assert list(_steps(job.run_dir, "train/loss/a")) == [1, 2, 3, 4]
+    by_name = [_steps(job.run_dir, f"eval/{name}loss")[8] for name in ("", "a/", "b/")]
+    assert min(by_name[1:]) < by_name[0] < max(by_name[1:])
 
 
 def test_evaluating_logging_and_profiling_at_every_step_change_no_bit(job):

@@ -12,7 +12,7 @@ from forge.data.batch import IGNORE, Batch
 from forge.errors import DataError
 from forge.model import build_model, init_params
 from forge.pytree import tree_clone, tree_equal
-from forge.training.eval import build_eval_step, perplexity, run_eval
+from forge.training.eval import EvalSet, build_eval_step, perplexity, run_eval, run_eval_sets
 from forge.training.loss import LossSums, build_eval_loss_fn
 
 MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, vocab_size=13, max_seq_len=16)
@@ -40,6 +40,30 @@ def test_a_huge_loss_has_infinite_perplexity():
 def test_a_set_without_targets_is_refused():
     with pytest.raises(DataError, match="no target token"):
         run_eval(lambda *_: _sums(0.0, 0), {}, {}, [None])
+
+
+def _evaluate(*sets):
+    """Sets whose batches are (summed loss, tokens)."""
+    return run_eval_sets(lambda p, e, batch: _sums(*batch), {}, {}, sets, place=lambda batch: batch)
+
+
+def test_sets_are_reported_by_name_and_the_held_out_ones_together_by_tokens():
+    web, code = EvalSet("web", [(2.0, 1), (4.0, 1)], 2.0), EvalSet("code", [(6.0, 6)], 4.0)
+    found = _evaluate(web, code, EvalSet("far", [(50.0, 5)], held_out=False))
+    assert (found["eval/web/loss"], found["eval/code/loss"], found["eval/far/loss"]) == (3.0, 1.0, 10.0)
+    assert (found["eval/loss"], found["eval/tokens"]) == (12 / 8, 8)
+    assert found["eval/perplexity"] == pytest.approx(math.exp(1.5))
+    assert found["eval/bits_per_byte"] == pytest.approx(12 / math.log(2) / (2 * 2.0 + 6 * 4.0))
+    assert found["eval/code/bits_per_byte"] == pytest.approx(1 / math.log(2) / 4)
+    assert "eval/far/bits_per_byte" not in found
+
+
+def test_one_set_is_the_evaluation_and_without_a_name_it_has_no_other():
+    assert set(_evaluate(EvalSet("", [(2.0, 1)]))) == {"eval/loss", "eval/perplexity", "eval/tokens"}
+    found = _evaluate(EvalSet("far", [(2.0, 1)], held_out=False))
+    assert found["eval/loss"] == found["eval/far/loss"] == 2.0
+    found = _evaluate(EvalSet("", [(2.0, 1)]), EvalSet("far", [(5.0, 1)], held_out=False))
+    assert (found["eval/loss"], found["eval/far/loss"]) == (2.0, 5.0)
 
 
 def _batch(seed: int, sequences: int) -> Batch:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from forge.config import REX, SGD, WSD, AdamW, Constant, Cosine, Linear, Lion, Muon, NoSchedule, ScheduleFree
+from forge.config import REX, SGD, WSD, AdamW, Constant, Cosine, DataPhase, Linear, Lion, Muon, NoSchedule, ScheduleFree
 from forge.training.optimizer import build_optimizer
-from forge.training.scheduler import build_scheduler
+from forge.training.scheduler import build_scheduler, scaled_by_phase
 
 DECAYS = ["cosine", "linear", "sqrt", "one_minus_sqrt"]
 
@@ -170,3 +170,12 @@ def test_fifty_steps_compile_once(config):
         n, params, state, lr = compiled(n, grads, state, params)
         assert lr.item() == pytest.approx(config.lr * schedule(k), rel=1e-4)
     assert n.item() == 50 and counter.frame_count == 1
+
+
+@pytest.mark.parametrize("config", [Cosine(warmup_steps=2), Constant(), NoSchedule()], ids=lambda c: c.name)
+def test_a_phase_scales_the_rate_from_its_first_update_on_up_to_the_next(config):
+    plain = build_scheduler(config, 40)
+    scaled = scaled_by_phase(plain, (DataPhase(10, lr_scale=0.5), DataPhase(30, lr_scale=2.0)))
+    for n, scale in [(0, 1.0), (9, 1.0), (10, 0.5), (29, 0.5), (30, 2.0), (39, 2.0)]:
+        assert scaled(n) == pytest.approx(scale * plain(n))
+        assert float(scaled(torch.tensor(n))) == pytest.approx(scaled(n))
