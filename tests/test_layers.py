@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = ["errors", "logging", "config", "pytree", "model", "metrics", "data", "distributed", "training", "checkpoint",
           "resilience", "top"]  # fmt: skip
-ON_TOP = {"entry", "loop", "reload", "parts", "plan", "progress", "profiling", "data_pipeline", "samples"}
+ON_TOP = {"entry", "loop", "reload", "parts", "plan", "plan_activations", "plan_ranks", "progress", "profiling",
+          "data_pipeline", "samples"}  # fmt: skip
 """Modules of training that sit on checkpoint and resilience."""
 
 
