@@ -21,6 +21,7 @@ from forge.config.flags import parse, parse_job, pop_flag
 from forge.errors import ConfigError, ForgeError, RunError, Stopped, did_you_mean
 from forge.logging import complain, process_rank, several_processes
 
+MOST_GPUS = 10**6
 PRESET = Path(__file__).parent / "configs" / "tiny.toml"
 
 
@@ -228,15 +229,27 @@ def import_(argv: Sequence[str]) -> None:
 
 
 def plan(argv: Sequence[str]) -> None:
-    """Parameters, FLOPs, memory and time of a run, without allocating it; takes the flags of train and --tflops."""
+    """Parameters, FLOPs, memory and time of a run, by calculation; takes the flags of train, --tflops and --gpus."""
     rate, rest = pop_flag(argv, "--tflops")
+    gpus, rest = pop_flag(rest, "--gpus")
+    if gpus is not None and not (gpus.isdecimal() and 1 <= int(gpus) <= MOST_GPUS):
+        raise ConfigError(f"--gpus must be a number of GPUs from 1 to {MOST_GPUS}, got {gpus!r}")
     if rate is not None and not _is_positive(rate):
         raise ConfigError(f"--tflops must be a number > 0, got {rate!r}")
-    about = "--tflops RATE is what the run reaches, in 1e12 FLOP/s (default: the device's peak)."
+    about = (
+        "--tflops RATE is what one device reaches, in 1e12 FLOP/s (default: the peak of this one). --gpus N plans each"
+    )
+    about += " rank of N and what it sends (default: the product of --distributed.*)."
     config = parse_job(rest, prog="cli.py plan", default_preset=PRESET, about=about)
     from forge.training.plan import format_plan, measured_tflops, plan_run
+    from forge.training.plan_layout import stated_gpus
+    from forge.training.plan_ranks import format_ranks, plan_ranks
 
-    print(format_plan(plan_run(config, tflops=float(rate) if rate is not None else measured_tflops(config))))
+    tflops, count = float(rate) if rate is not None else measured_tflops(config), int(gpus or stated_gpus(config))
+    if count == 1:
+        print(format_plan(plan_run(config, tflops=tflops)))
+    else:
+        print(format_ranks(plan_ranks(config, count, tflops=tflops)))
 
 
 def replay(argv: Sequence[str]) -> int:

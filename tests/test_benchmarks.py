@@ -10,7 +10,7 @@ from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no installed package
 
-from benchmarks import step
+from benchmarks import presets, step
 from benchmarks.__main__ import main, run
 from benchmarks.memory import peak_memory
 from benchmarks.peers import Runner, build_llama, forge_runner, initial_weights, llama_weights, peer_runner
@@ -18,6 +18,7 @@ from benchmarks.profiling import profile_step
 from benchmarks.regimes import Regime, job_config, regimes_for
 from benchmarks.report import Result, to_markdown, verdicts, write_report
 from benchmarks.step import Timings, alternate, check_agreement
+from forge.config import load_config
 from forge.errors import RunError
 
 MINUSCULE = Regime("minuscule", 61, 32, 2, 2, 8, 2, 2, 2, speed_target=1.0, memory_target=1.0, gemm_target=0.5)
@@ -178,3 +179,12 @@ def test_peak_memory_grows_by_at_least_what_more_parameters_and_moments_take():
 def test_a_side_that_fails_in_its_process_is_one_line():
     with pytest.raises(RunError, match=r"minuscule: the memory of forge could not be measured: .*n_heads"):
         peak_memory(evolve(MINUSCULE, dim=33), "forge", "cpu")
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama_8b"])
+def test_the_table_of_presets_is_what_the_calculation_gives(name):
+    page = presets.TABLE.read_text()
+    lines = presets.rows(name, load_config(presets.ROOT / "configs" / f"{name}.toml"))
+    assert len(lines) == len(presets.GPUS)
+    assert "\n".join(lines) in page
+    assert page.startswith(presets.table([]))

@@ -77,6 +77,17 @@ def test_plan_prints_every_part_and_writes_nothing(preset):
     assert tree_of(preset.parent) == before
 
 
+def test_plan_of_several_gpus_says_what_a_rank_holds_and_sends(preset):
+    before = tree_of(preset.parent)
+    shown = []
+    for flags in (["--gpus", "4", "--distributed.tp", "2"], ["--distributed.dp-shard=2", "--distributed.tp=2"]):
+        status, out, err = call("plan", "--config", preset, "--tflops", "2.5", "--model.vocab-size", "258", *flags)
+        assert (status, err) == (0, "") and "4 GPUs: dp_shard 2 x tp 2" in out
+        shown.append(out)
+    assert shown[0] == shown[1] and all(f"\n  {kind} " in out for kind in ("all-gather", "reduce-scatter", "gathered"))
+    assert tree_of(preset.parent) == before
+
+
 def test_replay_compares_a_step_and_exits_with_1_where_it_differs(trained, tmp_path):
     status, out, _ = call("replay", "--run-dir", trained.parent / "run")
     assert status == 0 and "steps 3 to 4 from step_00000002" in out and "step 4: grad_norm" in out
@@ -123,7 +134,7 @@ def test_help_lists_every_flag_with_its_text(monkeypatch):
 def test_every_command_has_help(command):
     status, out, _ = call(command, "--help")
     assert status == 0 and f"cli.py {command}" in out
-    assert ("--tflops" in out) == (command == "plan")
+    assert ("--tflops" in out) == ("--gpus" in out) == (command == "plan")
 
 
 HELP = "import sys, cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\nprint('\\n', sorted({'torch', 'numpy'} & set(sys.modules)))"

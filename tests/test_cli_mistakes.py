@@ -173,6 +173,21 @@ def test_an_impossible_rate_is_refused(preset, rate):
     assert "--tflops" in refused("plan", "--config", preset, "--tflops", rate)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gpus", "0"], "--gpus must be a number of GPUs from 1 to 1000000, got '0'"),
+        (["--gpus", "many"], "--gpus must be a number"),
+        (["--gpus"], "--gpus needs a value"),
+        (["--gpus", "6", "--distributed.tp", "4"], "does not divide the 6 processes"),
+        (["--gpus", "3"], "global_batch_size = 4 is not divisible by train.micro_batch_size = 2 x 3"),
+        (["--distributed.tp", "2"], "model.vocab_size = 257 is not divisible by distributed.tp = 2"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_by_plan(preset, flags, message):
+    assert message in refused("plan", "--config", preset, "--tflops", 1, *flags)
+
+
 @pytest.mark.parametrize("damage", ["cut", "changed", "manifest"])
 def test_a_damaged_checkpoint_is_passed_over_and_named_when_all_are(trained, tmp_path, damage):
     shutil.copytree(trained.parent / "run", tmp_path / "run")

@@ -19,6 +19,8 @@ ON_TOP = {
     "loop",
     "parts",
     "plan",
+    "plan_activations",
+    "plan_ranks",
     "profiling",
     "progress",
     "provenance",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -178,7 +179,8 @@ def _cut_experts(experts: Experts, mesh: Mesh) -> None:
     dealt = False
     for name, weight in list(experts.named_parameters()):
         dim = 1 if name == "w_down" else 2
-        part = local_part(weight.detach()).chunk(ranks, dim)[place].contiguous()
+        # A view of one expert counts as contiguous with the strides of the wider one, and FSDP2 refuses those.
+        part = local_part(weight.detach()).chunk(ranks, dim)[place].clone(memory_format=torch.contiguous_format)
         dealt = isinstance(weight, DTensor)
         grid, cuts = (mesh.root["ep", "tp"], [Shard(0), Shard(dim)]) if dealt else (mesh.root["tp"], [Shard(dim)])
         whole = DTensor.from_local(part, grid, cuts, run_check=False)

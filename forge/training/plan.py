@@ -61,20 +61,20 @@ def plan_run(config: JobConfig, *, tflops: float) -> Plan:
     Raises:
         ConfigError: a tensor of the run would have more elements than can be addressed.
     """
-    _check_addressable(config)
+    check_addressable(config)
     config = _uncompiled(config)
     runtime = build_runtime(config)
     parts = build_parts(config, runtime)
     state = template_state(config, parts, config.train.steps)
-    learned = _learned(config, state.params)
+    learned = learned_names(config, state.params)
     cast = runtime.compute_dtype if runtime.compute_dtype != runtime.param_dtype else None
     memory = {
-        "parameters": _bytes(state.params),
+        "parameters": tree_bytes(state.params),
         "their casts": sum(p.numel() * cast.itemsize for p in state.params.values()) if cast else 0,
-        "gradients": _bytes([state.params[name] for name in learned]),
-        "optimizer": _bytes(state.opt_state),
+        "gradients": tree_bytes([state.params[name] for name in learned]),
+        "optimizer": tree_bytes(state.opt_state),
         "activations": activation_bytes(config, parts),
-        "logits": _logit_bytes(config),
+        "logits": logit_bytes(config),
     }
     return Plan(
         parameters=count_parameters(config.model),
@@ -85,7 +85,12 @@ def plan_run(config: JobConfig, *, tflops: float) -> Plan:
     )
 
 
-def _check_addressable(config: JobConfig) -> None:
+def check_addressable(config: JobConfig) -> None:
+    """Refuse tensors that no machine could address.
+
+    Raises:
+        ConfigError: one has too many elements.
+    """
     model, train = config.model, config.train
     widths = (model.dim, model.query_heads * model.head_width, model.ffn_width, model.vocab_size, train.seq_len)
     widest = max(*widths, model.expert_width * model.moe.top_k)
@@ -105,11 +110,11 @@ def activation_bytes(config: JobConfig, parts: Parts) -> int:
 
     With activation checkpointing, one block's own activations are added: they live while it is computed again.
     """
-    kept = _saved_bytes(config, parts)
+    kept = saved_bytes(config, parts)
     if config.train.activation_checkpointing == "none":
         return kept
     plain = build_parts(_without_checkpointing(config), parts.runtime)
-    return kept + (_saved_bytes(config, plain) - kept) // config.model.n_layers
+    return kept + (saved_bytes(config, plain) - kept) // config.model.n_layers
 
 
 def _without_checkpointing(config: JobConfig) -> JobConfig:
@@ -121,17 +126,18 @@ def _uncompiled(config: JobConfig) -> JobConfig:
     return evolve(config, train=evolve(config.train, compile=False))
 
 
-def _learned(config: JobConfig, params: dict[str, Tensor]) -> frozenset[str]:
+def learned_names(config: JobConfig, params: dict[str, Tensor]) -> frozenset[str]:
     """The parameters with a gradient, at the update that has most of them."""
     starts = [start for start in stage_boundaries(config.train.freeze) if start < config.train.steps]
     sets = [trainable_names(config.train.freeze, params, start) for start in starts]
-    return max(sets, key=lambda names: _bytes([params[name] for name in names]))
+    return max(sets, key=lambda names: tree_bytes([params[name] for name in names]))
 
 
-def _saved_bytes(config: JobConfig, parts: Parts) -> int:
+def saved_bytes(config: JobConfig, parts: Parts) -> int:
+    """What autograd keeps of one micro-batch, under the config's own activation checkpointing."""
     loss_fn = build_loss_fn(config.train, config.model)
     named = {name: p.detach() for name, p in parts.model.named_parameters()}
-    learned = _learned(config, named)
+    learned = learned_names(config, named)
     storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -158,47 +164,51 @@ def _saved_bytes(config: JobConfig, parts: Parts) -> int:
     return sum(storages.values())
 
 
-def _logit_bytes(config: JobConfig) -> int:
+def logit_bytes(config: JobConfig) -> int:
     """At most two fp32 buffers of one chunk of logits, or of all of them for the plain loss."""
     tokens = config.train.micro_batch_size * config.train.seq_len
     rows = tokens if config.train.loss == "plain" else min(tokens, config.train.loss_chunk_size)
     return 2 * 4 * rows * config.model.vocab_size
 
 
-def _bytes(tree: object) -> int:
+def tree_bytes(tree: object) -> int:
+    """Of all leaves together."""
     return sum(leaf.nbytes for leaf in tree_leaves(tree))
 
 
 def format_plan(plan: Plan) -> str:
     """The plan as a table of lines."""
     counts = plan.parameters
-    lines = [f"parameters      {_count(counts.total):>10}   active {_count(counts.active)}"]
-    lines += [f"  {part:<14}{_count(count):>10}" for part, count in counts.by_part.items() if count]
+    lines = [f"parameters      {format_count(counts.total):>10}   active {format_count(counts.active)}"]
+    lines += [f"  {part:<14}{format_count(count):>10}" for part, count in counts.by_part.items() if count]
     lines += [
         f"FLOPs           {plan.flops_per_token:>10.4g}   a token, forward and backward",
-        f"                {plan.total_flops:>10.4g}   for {_count(plan.total_tokens)} tokens",
-        f"memory          {_size(sum(plan.memory.values())):>10}   on one device",
+        f"                {plan.total_flops:>10.4g}   for {format_count(plan.total_tokens)} tokens",
+        f"memory          {format_size(sum(plan.memory.values())):>10}   on one device",
     ]
-    lines += [f"  {part:<14}{_size(size):>10}" for part, size in plan.memory.items() if size]
-    lines.append(f"time            {_duration(plan.seconds):>10}   at {plan.tflops:.4g} TFLOP/s")
+    lines += [f"  {part:<14}{format_size(size):>10}" for part, size in plan.memory.items() if size]
+    lines.append(f"time            {format_duration(plan.seconds):>10}   at {plan.tflops:.4g} TFLOP/s")
     return "\n".join(lines)
 
 
-def _count(number: float) -> str:
+def format_count(number: float) -> str:
+    """In thousands, millions, billions or trillions."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.2f} {suffix}"
     return f"{number:.0f}"
 
 
-def _size(number: float) -> str:
+def format_size(number: float) -> str:
+    """Bytes in the unit that fits."""
     for exponent, suffix in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if number >= 2**exponent:
             return f"{number / 2**exponent:.2f} {suffix}"
     return f"{number:.0f} B"
 
 
-def _duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """In the unit that fits."""
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
