@@ -15,6 +15,8 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.autograd.function import Function, FunctionCtx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as torch_pytree
 
 from forge.distributed.mesh import DIMS, Mesh
@@ -30,16 +32,21 @@ class ShardLayout:
     """
 
     shapes: dict[str, torch.Size]  # of the whole parameters, by fully-qualified name
-    group: dist.ProcessGroup
+    mesh: DeviceMesh  # of one dimension
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that hold the parameters together."""
+        return self.mesh.get_group()
 
     @property
     def ranks(self) -> int:
         """How many parts there are."""
-        return self.group.size()
+        return self.mesh.size()
 
     def slice_of(self, name: str) -> slice:
         """The rows of a whole parameter that this rank holds."""
-        rows, rank = self.shapes[name][0], self.group.rank()
+        rows, rank = self.shapes[name][0], self.mesh.get_local_rank()
         begin, end = (min(rows, place * -(-rows // self.ranks)) for place in (rank, rank + 1))
         return slice(begin, end)
 
@@ -56,7 +63,7 @@ def shard_layout(model: nn.Module, mesh: Mesh) -> ShardLayout:
                 f"distributed.{dim} = {mesh.size(dim)} does not go with functional sharding, which cuts over dp_shard"
                 f" alone: set distributed.{dim} = 1, or build the seam with build_sharded_value_and_grad"
             )
-    return ShardLayout({name: p.shape for name, p in model.named_parameters()}, mesh.group("dp_shard"))
+    return ShardLayout({name: p.shape for name, p in model.named_parameters()}, mesh.root["dp_shard"])
 
 
 def shard_params(params: Mapping[str, Tensor], layout: ShardLayout) -> dict[str, Tensor]:
@@ -70,6 +77,17 @@ def whole_params(shards: Mapping[str, Tensor], layout: ShardLayout) -> dict[str,
     The gradient that comes back to a shard is the sum of those that the ranks have of the whole parameter, in fp32.
     """
     return gather(shards, layout, next(iter(shards.values())).dtype)
+
+
+def as_dtensors(shards: Mapping[str, Tensor], layout: ShardLayout) -> dict[str, Tensor]:
+    """The shards as FSDP2 would hold them, sharing their storage, for what works on DTensors: Muon, checkpoints."""
+    whole = {name: torch.empty(layout.shapes[name], device="meta") for name in shards}
+    return {
+        name: DTensor.from_local(
+            shard, layout.mesh, (Shard(0),), run_check=False, shape=whole[name].shape, stride=whole[name].stride()
+        )
+        for name, shard in shards.items()
+    }
 
 
 def gather(shards: Mapping[str, Tensor], layout: ShardLayout, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -115,7 +133,7 @@ def _all_gather(to: _Map, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
     padded = [_padded(shard, -(-rows // ranks)) for shard, rows in zip(shards, to.rows, strict=True)]
     sent = torch.cat([part.to(to.dtype).flatten() for part in padded])
     received = sent.new_empty(ranks, sent.numel())
-    dist.all_gather_into_tensor(received.view(-1), sent, group=to.group)
+    dist.all_gather_single(received.view(-1), sent, group=to.group)
     columns = received.split([part.numel() for part in padded], dim=1)
     return tuple(
         column.reshape(-1, *part.shape[1:])[:rows] for column, part, rows in zip(columns, padded, to.rows, strict=True)
@@ -130,7 +148,7 @@ def _reduce_scatter(to: _Map, wholes: Sequence[Tensor]) -> tuple[Tensor, ...]:
     padded = [_padded(whole, ranks * height) for whole, height in zip(wholes, heights, strict=True)]
     sent = torch.cat([part.to(wide).reshape(ranks, -1) for part in padded], dim=1)
     received = sent.new_empty(sent.shape[1])
-    dist.reduce_scatter_tensor(received, sent.view(-1), group=to.group)
+    dist.reduce_scatter_single(received, sent.view(-1), group=to.group)
     parts = received.split([part.numel() // ranks for part in padded])
     return tuple(
         part.view(height, *whole.shape[1:])[: max(0, rows - rank * height)].to(to.dtype)
@@ -221,7 +239,8 @@ def recomputed(fn: Callable[..., Any], *args: PyTree) -> Any:
         made[:] = [lambda found: torch_pytree.tree_unflatten(_filled(out_rest, out_places, found), out_structure)]
         return tuple(out[place] for place in out_places)
 
-    return made[0](_Recomputed.apply(flat, *(leaves[place] for place in places)))
+    found = _Recomputed.apply(flat, *(leaves[place] for place in places))
+    return made[0](found)
 
 
 def _filled(values: Sequence[Any], places: Sequence[int], given: Sequence[Any]) -> list[Any]:
@@ -278,10 +297,14 @@ def _pulled_back(fn: Callable[..., Any], places: list[int], count: int, *args: T
 
 
 def _pushed_forward(fn: Callable[..., Any], places: list[int], count: int, *args: Tensor) -> tuple[Tensor, ...]:
-    """Of inputs and tangents of those at `places`: the tangents of the outputs."""
+    """Of inputs and tangents of those at `places`: the tangents of the outputs.
+
+    With grad mode on, in which torch chooses formulas of derivatives that can be differentiated again.
+    """
     varied = tuple(args[place] for place in places)
     smooth = partial(_smooth_part, fn, places, args[:count])
-    tangents: tuple[Tensor, ...] = torch.func.jvp(smooth, varied, args[count:])[1]
+    with torch.enable_grad():
+        tangents: tuple[Tensor, ...] = torch.func.jvp(smooth, varied, args[count:])[1]
     return tangents
 
 

@@ -150,7 +150,7 @@ def by_func(objective: Objective) -> Differentiate:
     def loss_of(learned: Params, fixed: Params, micro: Micro) -> tuple[Tensor, LossSums]:
         kept: list[Tensor] = []
         sums = objective({**learned, **fixed}, micro, kept.append)
-        return kept[0], detached(sums)
+        return kept[0], sums
 
     gradient = torch.func.grad(loss_of, has_aux=True)
 
