@@ -48,14 +48,14 @@ def build_value_and_grad(
             blocks; `func` uses `torch.func.grad` and so composes with `vmap` and further derivatives.
     """
     objective = _build_objective(model, loss_fn, compute_dtype)
-    differentiate = {"backward": _by_backward, "func": _by_func}[transform](objective)
+    differentiate = {"backward": by_backward, "func": by_func}[transform](objective)
 
     def value_and_grad(params: Params, extras: PyTree, batch: Batch) -> tuple[LossSums, Params]:
         if transform == "backward":
             check_labels(batch.labels, vocab_size)
         learned = {name: p for name, p in params.items() if trainable is None or name in trainable}
         fixed = {name: p for name, p in params.items() if name not in learned}
-        return differentiate(learned, fixed, extras, batch, count_targets(batch.labels))
+        return differentiate(learned, fixed, micro_batches(batch, extras, count_targets(batch.labels)))
 
     return value_and_grad
 
@@ -70,7 +70,8 @@ class Micro(NamedTuple):
 
 
 Objective = Callable[[Params, Micro, Callable[[Tensor], None]], LossSums]
-Differentiate = Callable[[Params, Params, PyTree, Batch, Tensor], tuple[LossSums, Params]]
+Differentiate = Callable[[Params, Params, list[Micro]], tuple[LossSums, Params]]
+"""(params to differentiate, the others, micro-batches) -> sums and gradients, added up."""
 
 
 class Run(nn.Module):
@@ -122,10 +123,10 @@ def micro_batches(batch: Batch, extras: PyTree, targets: Tensor, ranks: int = 1)
     return [Micro(batch.micro(index), router_bias(extras), targets, 1 / (count * ranks)) for index in range(count)]
 
 
-def _by_backward(objective: Objective) -> Differentiate:
-    def differentiate(
-        learned: Params, fixed: Params, extras: PyTree, batch: Batch, targets: Tensor
-    ) -> tuple[LossSums, Params]:
+def by_backward(objective: Objective) -> Differentiate:
+    """By autograd on fresh leaves, one backward pass a micro-batch."""
+
+    def differentiate(learned: Params, fixed: Params, micros: list[Micro]) -> tuple[LossSums, Params]:
         leaves = {name: p.detach().requires_grad_() for name, p in learned.items()}
         inputs = list(leaves.values())
 
@@ -133,7 +134,7 @@ def _by_backward(objective: Objective) -> Differentiate:
             loss.backward(inputs=inputs)
 
         sums: list[LossSums] = []
-        for micro in micro_batches(batch, extras, targets):
+        for micro in micros:
             with torch.enable_grad():
                 found = objective({**leaves, **fixed}, micro, backward)
             sums.append(detached(found))
@@ -143,18 +144,18 @@ def _by_backward(objective: Objective) -> Differentiate:
     return differentiate
 
 
-def _by_func(objective: Objective) -> Differentiate:
+def by_func(objective: Objective) -> Differentiate:
+    """By `torch.func.grad`."""
+
     def loss_of(learned: Params, fixed: Params, micro: Micro) -> tuple[Tensor, LossSums]:
         kept: list[Tensor] = []
         sums = objective({**learned, **fixed}, micro, kept.append)
-        return kept[0], detached(sums)
+        return kept[0], sums
 
     gradient = torch.func.grad(loss_of, has_aux=True)
 
-    def differentiate(
-        learned: Params, fixed: Params, extras: PyTree, batch: Batch, targets: Tensor
-    ) -> tuple[LossSums, Params]:
-        parts = [gradient(learned, fixed, micro) for micro in micro_batches(batch, extras, targets)]
+    def differentiate(learned: Params, fixed: Params, micros: list[Micro]) -> tuple[LossSums, Params]:
+        parts = [gradient(learned, fixed, micro) for micro in micros]
         grads = parts[0][0]
         for more, _ in parts[1:]:
             grads = tree_add(grads, more)

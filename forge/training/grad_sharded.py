@@ -16,6 +16,7 @@ from torch.utils import _pytree as torch_pytree
 
 from forge.distributed.context_parallel import shard_sequence
 from forge.distributed.fsdp import fsdp_modules
+from forge.distributed.functional import all_reduce
 from forge.distributed.mesh import Mesh
 from forge.distributed.shards import local_part
 from forge.errors import ConfigError
@@ -135,8 +136,7 @@ def take_gradients(own: Params) -> Params:
 def all_reduce_sums(sums: LossSums, group: dist.ProcessGroup) -> LossSums:
     """Sums over the ranks of a group, in one message; fp64 holds counts up to 2^53 exactly."""
     leaves, structure = torch_pytree.tree_flatten(sums)
-    message = torch.cat([leaf.double().flatten() for leaf in leaves])
-    dist.all_reduce(message, group=group)
+    message = all_reduce(torch.cat([leaf.double().flatten() for leaf in leaves]), group)
     parts = message.split([leaf.numel() for leaf in leaves])
     reduced = [part.view_as(leaf).to(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
     return torch_pytree.tree_unflatten(reduced, structure)
@@ -148,12 +148,14 @@ def refuse_transforms(batch: Batch) -> None:
     Raises:
         ConfigError: called under `torch.func`'s grad, vmap or jvp.
     """
-    if torch._C._functorch.maybe_current_level() is not None or _is_wrapped(batch.labels):
+    if is_transformed(batch):
         raise ConfigError(
-            "torch.func transforms do not go through FSDP2's hooks: build the seam with build_value_and_grad, on one"
-            " process"
+            "torch.func transforms do not go through FSDP2's hooks: build the seam with build_functional_value_and_grad"
+            " (forge.training.grad_functional), or on one process with build_value_and_grad"
         )
 
 
-def _is_wrapped(tensor: Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+def is_transformed(batch: Batch) -> bool:
+    """Whether this is a call under a transform of `torch.func`."""
+    functorch = torch._C._functorch
+    return functorch.maybe_current_level() is not None or functorch.is_functorch_wrapped_tensor(batch.labels)

@@ -165,3 +165,22 @@ def test_a_label_outside_the_vocabulary_is_refused():
 def test_clipping_never_lengthens_and_never_exceeds_the_limit(norm, limit):
     factor = float(clip_factor(torch.tensor(norm), limit))
     assert 0 < factor <= 1 and norm * factor <= limit * (1 + 1e-5)
+
+
+def test_the_loss_of_the_mapped_seam_has_the_derivative_that_the_gradient_says():
+    model = build_model(evolve(MODEL, attention_backend="math"))
+    loss_fn = build_loss_fn(TrainConfig(loss="plain"), MODEL)
+    batch, seam = _batch(), build_value_and_grad(model, loss_fn, vocab_size=13, transform="func")
+    direction = tree_map(lambda p: torch.randn(p.shape, generator=torch.Generator().manual_seed(0)), PARAMS)
+    _, grads = seam(PARAMS, {}, batch)
+    expected = sum((grads[name] * direction[name]).sum() for name in PARAMS) * batch.labels.ne(IGNORE).sum()
+
+    def total_of(params):
+        return seam(params, {}, batch)[0].total
+
+    _, slope = torch.func.jvp(total_of, (PARAMS,), (direction,))
+    by_reverse = torch.func.grad(total_of)(PARAMS)
+    torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        sum((by_reverse[n] * direction[n]).sum() for n in PARAMS), expected, rtol=1e-4, atol=1e-5
+    )
