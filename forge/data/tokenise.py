@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
@@ -55,9 +55,9 @@ def tokenise(
             stack.enter_context(closing(writer))
         if alone:
             sides = encode_only(first[0], recipe.tokenizer, recipe.eval_fraction)
-            encoded: Iterator[Encoded] = iter([Encoded(*sides, left_out, _BEGINNING, source.total)])
+            encoded = (part for part in [Encoded(*sides, left_out, _BEGINNING, source.total)])
         else:
-            encoded = _encoded(source, output, recipe, workers)
+            encoded = stack.enter_context(closing(_encoded(source, output, recipe, workers)))
         note = _noting(output, source, recipe, work)
         for part in encoded:
             _write(part, output.writers)
@@ -85,7 +85,7 @@ def _first_two(source: Source) -> tuple[list[Document], tuple[str, ...]]:
     return list(islice((document for document in documents if document.text), 2)), tuple(left_out)
 
 
-def _encoded(source: Source, output: _Output, recipe: Recipe, workers: int) -> Iterator[Encoded]:
+def _encoded(source: Source, output: _Output, recipe: Recipe, workers: int) -> Generator[Encoded, None, None]:
     """The chunks that are left, tokenised."""
     encode = partial(encode_chunk, tokenizer=recipe.tokenizer, eval_fraction=recipe.eval_fraction)
     return map_in_order(encode, source.chunks(output.place), workers if source.n_bytes > SMALL else 1)
