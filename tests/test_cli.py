@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,13 +12,14 @@ import sys
 from pathlib import Path
 
 import attrs
+import numpy as np
 import pytest
 
 import cli
 from forge.checkpoint import list_checkpoints
 from forge.config import JobConfig, Muon, load_config
 from forge.errors import ForgeError, Stopped
-from tests.cli_job import call, tree_of, write_job
+from tests.cli_job import call, refused, tree_of, write_job
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,6 +68,30 @@ def test_prepare_makes_a_folder_that_train_reads(preset):
     assert sorted(path.name for path in out.iterdir()) == ["eval-00000.bin", "manifest.json", "train-00000.bin"]
     status, said, _ = call("--config", preset, "--data.path", out, "--train.steps", 1)
     assert status == 0 and "[step 1] held out" in said
+
+
+def test_prepare_checks_a_folder_and_names_the_damaged_file(preset):
+    out = preset.parent / "prepared"
+    call("prepare", "--path", preset.parent / "text", "--out", out, "--shard-tokens", 1500)
+    status, said, _ = call("prepare", "--verify", out)
+    assert status == 0 and f"{out}: sound, " in said
+    file = out / "train-00001.bin"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert "train-00001.bin: damaged, its checksum is not the manifest's" in refused("prepare", "--verify", out)
+
+
+def test_a_run_trains_on_json_lines_and_on_the_files_of_nanogpt(preset):
+    folder = preset.parent
+    documents = [{"body": f"{n} times {k} is {n * k}"} for n in range(9) for k in range(9)]
+    (folder / "a.jsonl").write_text("\n".join(json.dumps(document) for document in documents))
+    status, said, _ = call(
+        "--config", preset, "--data.path", folder / "a.jsonl", "--data.text-key", "body", "--run-dir", folder / "a"
+    )
+    assert status == 0 and "[step 4] held out" in said
+    for name in ("train", "val"):
+        np.array([ord(c) for c in "the words of a corpus " * 20], np.uint16).tofile(folder / f"{name}.bin")
+    status, said, _ = call("--config", preset, "--data.path", folder / "train.bin", "--run-dir", folder / "b")
+    assert status == 0 and "[step 4] held out" in said
 
 
 def test_plan_prints_every_part_and_writes_nothing(preset):

@@ -46,6 +46,8 @@ FLAGS = [
     (["stray"], "stray argument 'stray'"),
     (["--data.path", "/no/such/data"], "/no/such/data: no such file"),
     (["--model.vocab-size", "200"], "a vocabulary of 257 does not fit model.vocab_size = 200"),
+    (["--data.raw-dtype", "int8"], "'int8'"),
+    (["--data.path", "hf:/no/such/set"], "hf:/no/such/set: cannot be loaded ("),
     (["--data.tokenizer", "/no/tokenizer.json"], "/no/tokenizer.json: no such file"),
     (["--config", "/no/preset.toml"], "/no/preset.toml: no such file; presets are in configs/"),
 ]  # fmt: skip
@@ -60,7 +62,12 @@ def test_a_wrong_flag_is_one_line_and_nothing_is_written(preset, flags, message)
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
-    [("empty.txt", b"", "empty"), ("short.txt", b"hi", "train.seq_len = 16 needs 17"), ("raw.txt", b"\xff\xfe" * 99, "not UTF-8")],
+    [("empty.txt", b"", "empty"), ("short.txt", b"hi", "train.seq_len = 16 needs 17"), ("raw.txt", b"\xff\xfe" * 99, "not UTF-8"),
+     ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "a.jsonl: line 2: no key 'text' (it has: body)"),
+     ("a.jsonl.gz", b"no gzip", "a.jsonl.gz: damaged or cut short after line 0"),
+     ("a.parquet", b"no parquet", "a.parquet: not a Parquet file, or damaged"),
+     ("a.bin", b"abc", "a.bin: 3 bytes are no whole number of uint16 tokens"),
+     ("a.npy", b"no numpy", "a.npy: not a .npy file")],
 )  # fmt: skip
 def test_unusable_data_is_one_line_and_leaves_no_run(preset, name, content, message):
     (preset.parent / name).write_bytes(content)
@@ -160,6 +167,10 @@ def test_a_run_folder_without_checkpoint_is_refused(tmp_path, command):
         (["--path", "/no/such/text"], "/no/such/text: no such file"),
         (["--eval-fraction", "2"], "eval_fraction must be a number from 0 to 0.5, got 2.0"),
         (["--tokenizer", "/no/tokenizer.json"], "/no/tokenizer.json: no such file"),
+        (["--shard-tokens", "0"], "shard_tokens must be an integer >= 1, got 0"),
+        (["--workers", "-1"], "workers must be an integer >= 0, got -1"),
+        (["--raw-dtype", "float32"], "'float32'"),
+        (["--verify", "/no/such/folder"], "/no/such/folder: not a prepared folder"),
     ],
 )
 def test_a_mistake_in_prepare_is_one_line_and_makes_no_folder(preset, argv, message):

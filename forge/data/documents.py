@@ -43,7 +43,7 @@ def find_documents(path: str) -> list[Path]:
     if path == STDLIB:
         found = [file for file in _walk(root, _NOT_STDLIB.__contains__) if file.suffix == ".py"]
     elif given.is_dir():
-        found = [file for file in _walk(root, is_hidden) if file.name.endswith(JSON_LINES + PARQUET) or is_text(file)]
+        found = [file for file in _walk(root, is_hidden) if file.name.endswith(JSON_LINES + PARQUET) or _is_text(file)]
     elif given.exists():
         found = [given]
     else:
@@ -98,7 +98,7 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__"
 
 
-def is_text(file: Path) -> bool:
+def _is_text(file: Path) -> bool:
     """Git's rule: a file with a zero byte among its first 8000 is not text."""
     return b"\0" not in read_bytes(file, 8000)
 

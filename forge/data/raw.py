@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from attrs import evolve
 
-from forge.data.documents import is_hidden, is_text, matches, read_bytes
+from forge.data.documents import find_documents, is_hidden, matches, read_bytes
 from forge.data.manifest import FileEntry, Manifest, Split
 from forge.data.mapped import Mapped
 from forge.data.recipe import Recipe
@@ -40,15 +41,21 @@ def find_token_files(path: str) -> list[Path]:
     if not given.is_dir():
         found = matches(path)
         return sorted(found) if all(file.suffix in TOKEN_FILES for file in found) else []
-    inside = sorted(file for file in given.iterdir() if file.is_file() and not is_hidden(file.name))
-    found = [file for file in inside if file.suffix in TOKEN_FILES]
-    text = next((file for file in inside if file.suffix not in TOKEN_FILES and is_text(file)), None)
-    if found and text:
+    found = sorted(file for file in given.iterdir() if file.suffix in TOKEN_FILES and not is_hidden(file.name))
+    text = _text_beside(path) if found else None
+    if text:
         raise DataError(
             f"{path}: holds tokens ({found[0].name}) and text ({text.name}); name the files that are meant, such as"
             f" {given}/*{found[0].suffix}"
         )
     return found
+
+
+def _text_beside(path: str) -> Path | None:
+    """A document of a folder that holds token files."""
+    with suppress(DataError):
+        return next((file for file in find_documents(path) if file.suffix not in TOKEN_FILES), None)
+    return None
 
 
 def list_token_files(files: Sequence[Path], recipe: Recipe) -> dict[str, FileEntry]:

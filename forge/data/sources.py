@@ -213,8 +213,15 @@ def path_digest(path: str, files: Iterable[Path] = ()) -> str:
 
 
 def file_stats(files: Iterable[Path], root: Path) -> tuple[Stat, ...]:
-    """Of each file."""
-    stats = ((relative_name(file, root), file.stat()) for file in files)
+    """Of each file.
+
+    Raises:
+        DataError: one is gone.
+    """
+    try:
+        stats = [(relative_name(file, root), file.stat()) for file in files]
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
@@ -48,26 +48,21 @@ def tokenise(
     first, left_out = _first_two(source)
     if not first:
         raise DataError(f"{recipe.path}: every file is empty or not UTF-8 text")
-    alone = len(first) == 1
+    alone = first[0] if len(first) == 1 else None
     with ExitStack() as stack:
         output = (None if alone else _take_up(source, recipe, work)) or _start(recipe, work)
         for writer in output.writers.values():
             stack.enter_context(closing(writer))
-        if alone:
-            sides = encode_only(first[0], recipe.tokenizer, recipe.eval_fraction)
-            encoded: Iterator[Encoded] = iter([Encoded(*sides, left_out, _BEGINNING, source.total)])
-        else:
-            encoded = _encoded(source, output, recipe, workers)
-        note = _noting(output, source, recipe, work)
-        for part in encoded:
+        parts = _only(alone, left_out, source, recipe) if alone else _left(source, output, recipe, workers)
+        note = (lambda part: None) if alone else _noting(output, source, recipe, work)
+        for part in stack.enter_context(closing(parts)):
             _write(part, output.writers)
-            if not alone:
-                note(part)
+            note(part)
             if progress:
                 progress(part.done, source.total)
         if recipe.eval_fraction:
             _give_each_side_one(*output.writers.values())
-        files = dict(item for writer in output.writers.values() for item in writer.finish().items())
+        files = {name: entry for writer in output.writers.values() for name, entry in writer.finish().items()}
     if not files:
         raise DataError(f"{recipe.path}: no document has a token")
     for file in work.folder.iterdir():
@@ -85,8 +80,16 @@ def _first_two(source: Source) -> tuple[list[Document], tuple[str, ...]]:
     return list(islice((document for document in documents if document.text), 2)), tuple(left_out)
 
 
-def _encoded(source: Source, output: _Output, recipe: Recipe, workers: int) -> Iterator[Encoded]:
-    """The chunks that are left, tokenised."""
+def _only(
+    document: Document, left_out: tuple[str, ...], source: Source, recipe: Recipe
+) -> Generator[Encoded, None, None]:
+    """A document that is the only one, cut."""
+    sides = encode_only(document, recipe.tokenizer, recipe.eval_fraction)
+    yield Encoded(*sides, left_out, _BEGINNING, source.total)
+
+
+def _left(source: Source, output: _Output, recipe: Recipe, workers: int) -> Generator[Encoded, None, None]:
+    """The chunks after what is written, tokenised."""
     encode = partial(encode_chunk, tokenizer=recipe.tokenizer, eval_fraction=recipe.eval_fraction)
     return map_in_order(encode, source.chunks(output.place), workers if source.n_bytes > SMALL else 1)
 

@@ -89,6 +89,7 @@ def work_folder(target: Path) -> Iterator[Work]:
     Afterwards it is gone, unless the work did not end and a journal tells how to go on. The kernel lets go of the
     lock when a process dies.
     """
+    target = target.resolve()
     path = target.with_name(f".{target.name}.work")
     lock = _lock(path)
     try:

@@ -18,6 +18,8 @@ from forge.errors import DataError, ForgeError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+_Worker = tuple[Any, Connection]
+"""A process and our end of the connection to it."""
 
 
 def available_cores() -> int:
@@ -25,7 +27,9 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+def map_in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], workers: int
+) -> Generator[Result, None, None]:
     """`map(function, items)`, by processes of their own: the same results in the same order.
 
     At most 2 * workers items and results wait. What reading the items raises comes after the results before it.
@@ -68,26 +72,17 @@ def _processes(function: Callable[[Item], Result], count: int) -> Iterator[Calla
     Processes are started afresh, not forked: this one may have threads and a CUDA context. One whose parent is gone
     finds its connection closed, and ends.
     """
-    context, free = multiprocessing.get_context("spawn"), queue.SimpleQueue[tuple[Any, Connection]]()
-    started = list[tuple[Any, Connection]]()
+    context, free = multiprocessing.get_context("spawn"), queue.SimpleQueue[_Worker]()
+    started = list[_Worker]()
 
     def call(item: Item | ForgeError) -> Result:
         if isinstance(item, ForgeError):
             raise item
-        process, connection = worker = free.get()
+        worker = free.get()
         try:
-            connection.send(item)
-            good, result = connection.recv()
-        except (EOFError, OSError) as error:
-            process.join(1)
-            raise DataError(
-                f"a worker process died (exit status {process.exitcode}): out of memory? use fewer --workers"
-            ) from error
+            return _ask(worker, item)
         finally:
             free.put(worker)
-        if not good:
-            raise result
-        return result
 
     try:
         for _ in range(count):
@@ -103,6 +98,22 @@ def _processes(function: Callable[[Item], Result], count: int) -> Iterator[Calla
             process.terminate()
             process.join()
             connection.close()
+
+
+def _ask(worker: _Worker, item: Any) -> Any:
+    """What a process answers."""
+    process, connection = worker
+    try:
+        connection.send(item)
+        good, result = connection.recv()
+    except (EOFError, OSError) as error:
+        process.join(1)
+        raise DataError(
+            f"a worker process died (exit status {process.exitcode}): out of memory? use fewer --workers"
+        ) from error
+    if not good:
+        raise result
+    return result
 
 
 def _serve(function: Callable[[Any], Any], connection: Connection) -> None:

@@ -46,9 +46,10 @@ def build_functional_value_and_grad(
     """Build `value_and_grad(params, extras, batch)` over shards; every rank must call it together, as often.
 
     `params` and the gradients are this rank's shards as plain tensors (`shard_params`), so that any optimizer that
-    works element by element takes them as they are, with `build_shard_norm` as `global_norm`. Muon needs whole matrices:
-    give `build_optimizer` `orthogonal_steps=sharded_orthogonal_steps(as_dtensors(params, layout), mesh)`. `batch` holds
-    this rank's share of the sequences; sums and gradients are those of the global batch, the sums the same on every rank.
+    works element by element takes them as they are, with `build_shard_norm` as `global_norm`. Muon needs whole
+    matrices: give `build_optimizer` `orthogonal_steps=sharded_orthogonal_steps(as_dtensors(params, layout), mesh)`.
+    `batch` holds this rank's share of the sequences; sums and gradients are those of the global batch, the sums the
+    same on every rank.
 
     A block is gathered when it is computed, forgotten, and gathered and computed again in the backward pass; between
     the two its input and its shards are kept. The embedding and the last norm are gathered for the forward pass, the

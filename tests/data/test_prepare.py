@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from attrs import evolve
@@ -104,6 +105,13 @@ def test_a_folder_that_holds_something_is_never_overwritten(corpus, tmp_path):
     with pytest.raises(DataError, match="out: exists already"):
         prepare(str(corpus), tmp_path / "out", BYTES, eval_fraction=0.2)
     assert os.listdir(tmp_path / "out") == ["mine.txt"]
+
+
+def test_an_empty_folder_may_be_the_current_one(corpus, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    prepare(str(corpus), Path("."), BYTES, eval_fraction=0.2)
+    assert "manifest.json" in os.listdir(tmp_path / "here")
 
 
 def test_text_without_one_readable_document_is_an_error(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from attrs import evolve
@@ -9,9 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.config import DataConfig
-from forge.data import ByteTokenizer, open_dataset, prepare, prepared, read_manifest, write_shard
+from forge.data import (
+    ByteTokenizer,
+    FileEntry,
+    Manifest,
+    build_batch_at,
+    open_dataset,
+    prepare,
+    prepared,
+    read_manifest,
+    write_shard,
+)
+from forge.data.manifest import write_manifest
 from forge.data.raw import digest, find_token_files
-from forge.data.shard import open_raw
+from forge.data.shard import HEADER_BYTES, header, open_raw
 from forge.errors import DataError
 
 BYTES = ByteTokenizer()
@@ -185,9 +198,31 @@ def test_tokens_beside_text_are_refused_until_it_is_said_which_are_meant(corpus,
     with pytest.raises(DataError, match=r"holds tokens \(train\.bin\) and text \(readme\.txt\); name .*corpus/\*\.bin"):
         _prepared(corpus, tmp_path)
     assert len(_tokens(_prepared(corpus / "*.bin", tmp_path, eval_fraction=0.0), "train")) == 250
-    (corpus / "readme.txt").unlink()
+    (corpus / "deep").mkdir()
+    (corpus / "readme.txt").rename(corpus / "deep" / "readme.txt")
+    with pytest.raises(DataError, match=r"holds tokens \(train\.bin\) and text \(readme\.txt\)"):
+        _prepared(corpus, tmp_path)
+    (corpus / "deep" / "readme.txt").unlink()
     assert find_token_files(str(corpus)) == [corpus / "train.bin"]
     assert find_token_files(str(corpus / "*")) == [] == find_token_files("stdlib")
+
+
+def test_a_hundred_billion_tokens_in_a_thousand_files_open_in_seconds_and_give_a_batch(tmp_path):
+    entries = {}
+    for index in range(1000):
+        name = f"train-{index:05d}.bin"
+        with (tmp_path / name).open("wb") as file:
+            file.write(header(257, 256, 100_000_000, 0, 0))
+            file.truncate(HEADER_BYTES + 200_000_000)
+        entries[name] = FileEntry("train", 100_000_000, 0, 0, "")
+    write_manifest(tmp_path, Manifest("", "bytes", 257, 256, 0.0, entries))
+    start = time.perf_counter()
+    dataset = open_dataset(tmp_path, "train")
+    batch_at = build_batch_at(
+        dataset, seq_len=64, global_batch_size=512, micro_batch_size=512, data_seed=0, isolate_documents=False
+    )
+    assert batch_at(9).input_ids.shape == (1, 512, 64) and dataset.n_tokens == 100_000_000_000
+    assert time.perf_counter() - start < 20
 
 
 def test_the_digest_of_a_large_file_covers_its_length_and_blocks_from_the_first_to_the_last(tmp_path):

@@ -217,6 +217,7 @@ def test_text_that_changes_after_the_place_reached_keeps_the_work_before_it(tmp_
     path, folder = _interrupted(tmp_path)
     before = (folder / "train-00000.bin").stat().st_mtime_ns
     (Path(path) / "d.parquet").unlink()
+    (folder / "train-00099.bin").write_bytes(b"of an earlier call that came further")
     prepare(path, tmp_path / "out", BYTES, eval_fraction=0.2, shard_tokens=300)
     assert (tmp_path / "out" / "train-00000.bin").stat().st_mtime_ns == before
     prepare(path, tmp_path / "straight", BYTES, eval_fraction=0.2, shard_tokens=300)
