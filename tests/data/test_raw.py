@@ -219,7 +219,13 @@ def test_a_hundred_billion_tokens_in_a_thousand_files_open_in_seconds_and_give_a
     start = time.perf_counter()
     dataset = open_dataset(tmp_path, "train")
     batch_at = build_batch_at(
-        dataset, seq_len=64, global_batch_size=512, micro_batch_size=512, data_seed=0, isolate_documents=False
+        {"": dataset},
+        None,
+        seq_len=64,
+        global_batch_size=512,
+        micro_batch_size=512,
+        data_seed=0,
+        isolate_documents=False,
     )
     assert batch_at(9).input_ids.shape == (1, 512, 64) and dataset.n_tokens == 100_000_000_000
     assert time.perf_counter() - start < 20
