@@ -27,10 +27,9 @@ def preset(tmp_path):
     """A run of many steps that says nothing between the first and the last."""
     path = write_job(tmp_path)
     job = load_config(path)
-    quiet = evolve(job.metrics, log_interval=10**6)
-    save_config(
-        evolve(job, train=evolve(job.train, steps=10**6), eval=evolve(job.eval, interval=0), metrics=quiet), path
-    )
+    job = evolve(job, train=evolve(job.train, steps=10**6), checkpoint=evolve(job.checkpoint, interval=0))
+    job = evolve(job, eval=evolve(job.eval, interval=0), metrics=evolve(job.metrics, log_interval=10**6))
+    save_config(job, path)
     return path
 
 
@@ -56,7 +55,7 @@ def test_a_rank_that_sleeps_is_named_with_the_place_where_it_hangs(preset):
         assert "in the log and the hooks of step 3, at tests/hooked_run.py:" in line and "in sleep_for_long" in line
     stacks = preset.parent / "run" / "stacks"
     assert "sleep_for_long" in (stacks / "rank_1.txt").read_text() and "sleep_for_long" in ended[1].err
-    assert "_one_step" in (stacks / "rank_0.txt").read_text() and "sleep_for_long" not in ended[0].err
+    assert "run_loop" in (stacks / "rank_0.txt").read_text() and "sleep_for_long" not in ended[0].err
 
 
 @pytest.mark.slow

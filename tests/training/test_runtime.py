@@ -10,7 +10,9 @@ from attrs import evolve
 
 from forge.config import DistributedConfig, JobConfig
 from forge.errors import ForgeError, RunError
-from forge.training.runtime import build_runtime, deterministic_kernels, open_runtime
+from forge.training.runtime import _device, build_runtime, deterministic_kernels, open_runtime
+from tests.distributed.ranks import run_ranks
+from tests.processes import free_port
 
 JOB = JobConfig()
 
@@ -64,6 +66,48 @@ def test_a_senseless_world_size_is_one_line(monkeypatch, given):
 def test_a_layout_for_more_processes_than_there_are_is_refused(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ForgeError, match="tp"), open_runtime(evolve(JOB, distributed=DistributedConfig(tp=2))):
+        pass
+
+
+def _waits_and_flags():
+    with open_runtime(evolve(JOB, distributed=DistributedConfig(timeout_seconds=77))) as runtime:
+        grids = (runtime.mesh.root, runtime.mesh.fsdp, runtime.mesh.fsdp_experts, runtime.mesh.stage, runtime.mesh.loss)
+        groups = [runtime.control, *(group for grid in grids for group in grid.get_all_groups())]
+        waits = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+        exchange = runtime.delayed_max()
+        return waits, [exchange(number) for number in (0, 3 * runtime.rank, 0, 0)]
+
+
+@pytest.mark.slow
+def test_every_group_waits_as_long_as_asked_and_a_flag_of_one_rank_reaches_all_one_step_later():
+    assert run_ranks(_waits_and_flags, 2) == [({77.0}, [0, 0, 3, 3])] * 2
+
+
+def test_alone_a_flag_is_seen_at_once():
+    exchange = build_runtime(_train(device="cpu")).delayed_max()
+    assert [exchange(number) for number in (0, 3, 0)] == [0, 3, 0]
+
+
+def test_each_process_takes_the_gpu_of_its_local_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for devices, local_rank, index in ((4, 3, 3), (1, 3, 0)):  # one alone: a launcher shows each process its own
+        monkeypatch.setattr(torch.cuda, "device_count", lambda devices=devices: devices)
+        assert _device(JOB.train, local_rank) == torch.device("cuda", index)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(RunError, match="process 2 of this machine has no CUDA device of its own among 2"):
+        _device(JOB.train, 2)
+
+
+def test_ranks_that_do_not_come_are_waited_for_no_longer_than_asked(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    job = evolve(JOB, distributed=DistributedConfig(timeout_seconds=1))
+    with (
+        pytest.raises(RunError, match=r"the 2 processes did not find each other at 127.0.0.1:\d+ within"),
+        open_runtime(job),
+    ):
         pass
 
 
