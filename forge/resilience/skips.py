@@ -12,10 +12,13 @@ class TooManySkips(RunError):
     """More updates in a row were skipped than `train.max_consecutive_skips`; the parameters are as before them."""
 
     def __init__(self, first: int, last: int, made: int) -> None:
+        self.what = (
+            f"{last - first + 1} updates in a row were skipped for a non-finite loss or gradient, or a spike"
+            f" (updates {first} to {last})"
+        )
         super().__init__(
-            f"{last - first + 1} updates in a row were skipped for a non-finite loss or gradient, or a spike (updates"
-            f" {first} to {last}): lower optimizer.lr or train.grad_clip_norm, or go on from the last checkpoint, which"
-            " is intact, past this data with --train.max-rollbacks 1"
+            f"{self.what}: lower optimizer.lr or train.grad_clip_norm, or go on from the last checkpoint, which is"
+            " intact, past this data with --train.max-rollbacks 1"
         )
         self.first = first  # number of the first skipped update, from 1
         self.made = made  # updates made until they were noticed

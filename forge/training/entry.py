@@ -187,7 +187,7 @@ def _roll_back(run: _Run, failure: TooManySkips, notes: dict[str, Any]) -> tuple
     state, notes = starting_state(run.config, run.parts, run.data, saved)
     jumps = jump_over(jumps, failed=failure.made, back_to=checkpoint_step(saved))
     if run.parts.runtime.leads:
-        log.warning("%s; going back to %s and jumping over %d batches", failure, saved.name, jumps[-1][1])
+        log.warning("%s: going back to %s and jumping over %d batches", failure.what, saved.name, jumps[-1][1])
         remove_newer(root, checkpoint_step(saved))
     return state, {**notes, "jumps": jumps}
 

@@ -30,7 +30,10 @@ class Hook:
         """Before the first update; `step` updates were made in earlier runs."""
 
     def on_step_end(self, event: StepEnd) -> None:
-        """After every update. Reading its numbers waits for the device, which a run without hooks does not."""
+        """After every update. Reading its numbers waits for the device, which a run without hooks does not.
+
+        After a rollback, steps come again.
+        """
 
     def on_eval_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """After every evaluation."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import optree
 import pytest
@@ -32,6 +33,15 @@ def test_a_state_is_a_tree_of_its_tensors():
     assert len(optree.tree_leaves(state, namespace="forge")) == 6
     assert tree_equal(tree_map(torch.clone, state), state)
     assert isinstance(tree_map(torch.clone, state), TrainState)
+
+
+def test_who_holds_a_state_that_was_taken_holds_no_storage():
+    state = _state()
+    storage = weakref.ref(state.params["a.weight"])
+    owned = take(state)
+    assert storage() is not None
+    del owned
+    assert storage() is None and is_donated(state)
 
 
 def test_taking_moves_the_contents_and_closes_the_old_state():
