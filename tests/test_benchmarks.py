@@ -10,7 +10,7 @@ from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no installed package
 
-from benchmarks import step
+from benchmarks import data, step
 from benchmarks.__main__ import main, run
 from benchmarks.memory import peak_memory
 from benchmarks.peers import Runner, build_llama, forge_runner, initial_weights, llama_weights, peer_runner
@@ -178,3 +178,16 @@ def test_peak_memory_grows_by_at_least_what_more_parameters_and_moments_take():
 def test_a_side_that_fails_in_its_process_is_one_line():
     with pytest.raises(RunError, match=r"minuscule: the memory of forge could not be measured: .*n_heads"):
         peak_memory(evolve(MINUSCULE, dim=33), "forge", "cpu")
+
+
+def test_both_sides_of_the_data_benchmark_read_whole_batches_of_the_same_file(tmp_path):
+    options = data.Options(tokens=100_000, seq_len=64, batch_size=8, batches=2, repeats=1)
+    data.write_tokens(tmp_path / "tokens.bin", options.tokens)
+    for name, make in data.sides(tmp_path / "tokens.bin", options).items():
+        batch = next(iter(make()))
+        inputs, labels = (batch.input_ids[0], batch.labels[0]) if "forge" in name else batch
+        assert inputs.shape == labels.shape == (8, 64) and inputs.dtype == torch.int64, name
+        kept = labels[:, :-1] >= 0
+        assert torch.equal(inputs[:, 1:][kept], labels[:, :-1][kept]), name
+    found = data.rates(tmp_path / "tokens.bin", options)
+    assert set(found) == set(data.sides(tmp_path / "tokens.bin", options)) and min(found.values()) > 0
