@@ -54,7 +54,7 @@ class DataConfig:
     SECTION: ClassVar[str] = "data"
 
     path: str = field(default="stdlib", validator=text())
-    """A prepared folder, a text file, a folder or glob of text files, or 'stdlib': Python's own source."""
+    """A prepared folder, a text file, a folder or glob of text files, 'stdlib', or a stream: 'hf-stream:NAME'."""
     sources: tuple[DataSource, ...] = field(default=(), validator=each(instance_of(DataSource, "a data source")))
     """Several sources in the place of data.path, mixed by their weights (TOML: [[data.sources]])."""
     temperature: float = field(default=1.0, validator=number(above=0))
@@ -69,6 +69,8 @@ class DataConfig:
     """Learning-rate factor of the annealing phase."""
     tokenizer: str = field(default="bytes", validator=text())
     """'bytes', or the path of a tokenizer.json."""
+    text_key: str = field(default="text", validator=text())
+    """Key or column of the text in JSON lines, Parquet and datasets."""
     eval_fraction: float = field(default=0.02, validator=number(least=0, most=0.5))
     """Share of the documents held out for evaluation."""
     isolate_documents: bool = field(default=True, validator=boolean())

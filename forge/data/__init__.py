@@ -19,11 +19,13 @@ from forge.data.order import permuted, permuted_array
 from forge.data.prefetch import prefetch
 from forge.data.prepare import prepare, prepared
 from forge.data.shard import Shard, open_raw, open_shard, write_shard
+from forge.data.stream import IteratorStream, Position, Stream, StreamBatches, open_hub_stream
 from forge.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, build_tokenizer
 
 __all__ = [
-    "IGNORE", "Batch", "ByteTokenizer", "EvalBatches", "FileEntry", "JsonTokenizer", "Manifest", "Mixture", "Shard",
-    "TokenDataset", "Tokenizer", "build_batch_at", "build_mixture", "build_tokenizer", "check_vocab", "document_ids",
-    "eval_batches", "find_documents", "n_samples", "open_dataset", "open_raw", "open_shard", "permuted",
-    "permuted_array", "prefetch", "prepare", "prepared", "read_manifest", "share_of", "shares_of", "write_shard",
+    "IGNORE", "Batch", "ByteTokenizer", "EvalBatches", "FileEntry", "IteratorStream", "JsonTokenizer", "Manifest",
+    "Mixture", "Position", "Shard", "Stream", "StreamBatches", "TokenDataset", "Tokenizer", "build_batch_at",
+    "build_mixture", "build_tokenizer", "check_vocab", "document_ids", "eval_batches", "find_documents", "n_samples",
+    "open_dataset", "open_hub_stream", "open_raw", "open_shard", "permuted", "permuted_array", "prefetch", "prepare",
+    "prepared", "read_manifest", "share_of", "shares_of", "write_shard",
 ]  # fmt: skip

@@ -161,12 +161,7 @@ def build_batch_at(
     sources = list(datasets.items())
     _require_one_vocabulary(list(datasets.values()))
     samples = [_require_samples(dataset, seq_len, "train.seq_len") for dataset in datasets.values()]
-    if global_batch_size % (micro_batch_size * ranks):
-        raise ConfigError(
-            f"train.global_batch_size = {global_batch_size} is not divisible by train.micro_batch_size"
-            f" = {micro_batch_size} x {ranks} data-parallel ranks"
-        )
-    share = global_batch_size // ranks
+    share = check_batch_size(global_batch_size, micro_batch_size, ranks)
 
     def batch_at(index: int) -> Batch:
         first = index * global_batch_size + rank * share
@@ -180,6 +175,20 @@ def build_batch_at(
         return rows.batch(sources[0][1].eod_id, micro_batch_size, isolate_documents, source_ids)
 
     return batch_at
+
+
+def check_batch_size(global_batch_size: int, micro_batch_size: int, ranks: int) -> int:
+    """The sequences of each rank.
+
+    Raises:
+        ConfigError: the global batch does not divide over micro-batches and ranks.
+    """
+    if global_batch_size % (micro_batch_size * ranks):
+        raise ConfigError(
+            f"train.global_batch_size = {global_batch_size} is not divisible by train.micro_batch_size"
+            f" = {micro_batch_size} x {ranks} data-parallel ranks"
+        )
+    return global_batch_size // ranks
 
 
 @frozen
@@ -201,7 +210,7 @@ class EvalBatches:
             index = self.samples[start : start + self.batch_size]
             rows = _empty_rows(len(index), self.seq_len)
             rows.read(self.dataset, index, np.arange(len(index)))
-            yield rows.batch(self.dataset.eod_id, len(index), self.isolate_documents, None)
+            yield rows.batch(self.dataset.eod_id, len(index), self.isolate_documents)
 
 
 def eval_batches(
@@ -265,7 +274,7 @@ def _sample_index(positions: NDArray[np.int64], samples: int, seed: str) -> NDAr
 
 
 @frozen
-class _Rows:
+class Rows:
     """Sequences being read: inputs, and each one's successor as its label; int64 (n, S) each."""
 
     inputs: NDArray[np.int64]
@@ -282,7 +291,9 @@ class _Rows:
             if targets < seq_len:
                 self.inputs[place, targets:], self.labels[place, targets:] = dataset.eod_id, IGNORE
 
-    def batch(self, eod_id: int, micro_batch_size: int, isolate_documents: bool, source_ids: Tensor | None) -> Batch:
+    def batch(
+        self, eod_id: int, micro_batch_size: int, isolate_documents: bool, source_ids: Tensor | None = None
+    ) -> Batch:
         """The rows as (A, B, S), in order."""
         doc_ids = None
         if isolate_documents:
@@ -296,5 +307,5 @@ class _Rows:
         return Batch(grouped(self.inputs), grouped(self.labels), documents, source_ids)
 
 
-def _empty_rows(count: int, seq_len: int) -> _Rows:
-    return _Rows(np.empty((count, seq_len), np.int64), np.empty((count, seq_len), np.int64))
+def _empty_rows(count: int, seq_len: int) -> Rows:
+    return Rows(np.empty((count, seq_len), np.int64), np.empty((count, seq_len), np.int64))

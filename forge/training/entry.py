@@ -20,11 +20,11 @@ from forge.checkpoint import (
     save_checkpoint,
 )
 from forge.config import JobConfig, load_config, save_config
-from forge.data import Batch, prefetch, share_of
+from forge.data import Batch, Stream, share_of
 from forge.errors import CheckpointError, RunError, Stopped
 from forge.metrics import MetricsTracker, count_parameters
 from forge.resilience import catch_signals, lock_run
-from forge.training.data_pipeline import DataPipeline, build_data_pipeline, prepare_data
+from forge.training.data_pipeline import DataPipeline, Feed, build_data_pipeline, open_feed, prepare_data
 from forge.training.eval import run_eval_sets
 from forge.training.hooks import Hook, HookRunner
 from forge.training.loop import Loop, run_loop
@@ -39,13 +39,19 @@ from forge.training.step import TrainStep
 
 
 def run_training(
-    config: JobConfig, *, step_fn: TrainStep | None = None, hooks: Iterable[Hook] | Hook | None = None
+    config: JobConfig,
+    *,
+    step_fn: TrainStep | None = None,
+    hooks: Iterable[Hook] | Hook | None = None,
+    data: Stream | None = None,
 ) -> TrainState:
     """Train as the config says, in `config.run_dir`; where that holds a checkpoint, go on from it.
 
     Args:
         step_fn: replaces the whole step, (state, batch) -> (state, StepResult).
         hooks: watch the run; see `forge.training.hooks`.
+        data: documents to train on in the place of those that `config.data` names: a `datasets.IterableDataset`, or an
+            `IteratorStream` of any Python iterator. Its position is in every checkpoint.
 
     Returns:
         The state after the last update.
@@ -62,9 +68,9 @@ def run_training(
             stack.enter_context(lock_run(run_dir))
         stack.enter_context(deterministic_kernels(config.train.deterministic))
         saved = _find_checkpoint(config, run_dir, runtime)
-        data = _data(config, runtime)
+        pipeline = _data(config, runtime, data)
         parts = build_parts(config, runtime)
-        state, notes = _start(config, parts, data, saved)
+        state, notes = _start(config, parts, pipeline, saved)
         done = int(state.step)
         if done >= config.train.steps:
             if runtime.leads:
@@ -75,17 +81,17 @@ def run_training(
         tracker = _tracker(config, runtime, run_dir, done, notes)
         stack.callback(tracker.close)
         progress = stack.enter_context(training_progress(config.train.steps, done)) if runtime.leads else SILENT
-        _announce(config, parts, data, done, progress)
-        ahead = prefetch(data.batch_at, done, config.train.steps, config.data.prefetch, config.data.workers)
-        batches = stack.enter_context(closing(ahead))
+        _announce(config, parts, pipeline, done, progress)
+        feed = open_feed(pipeline, config.data, done, config.train.steps, position=notes.get("stream"))
+        stack.enter_context(closing(feed))
         saver = stack.enter_context(closing(AsyncSaver())) if config.checkpoint.async_save else None
         loop = Loop(
             config=config,
             runtime=runtime,
-            batches=batches,
+            batches=feed,
             step_at=(lambda _, state: (step_fn, state)) if step_fn is not None else step_for(config, parts),
-            evaluate=_evaluation(parts, data),
-            save=_saving(config, runtime, run_dir, tracker, data, saver),
+            evaluate=_evaluation(parts, pipeline),
+            save=_saving(config, runtime, run_dir, tracker, pipeline, feed, saver),
             before_step=stack.enter_context(profile_window(config.profiling, run_dir / "profile")),
             tracker=tracker,
             hooks=runner,
@@ -99,17 +105,17 @@ def run_training(
         if step < config.train.steps:
             came = interruption.signal or signal.SIGTERM  # to another rank
             raise Stopped(came, f"saved step {step} in {run_dir}; the same command goes on from there")
-        _farewell(config, parts, data, state, progress)
+        _farewell(config, parts, pipeline, state, progress)
     return state
 
 
-def _data(config: JobConfig, runtime: Runtime) -> DataPipeline:
+def _data(config: JobConfig, runtime: Runtime, stream: Stream | None) -> DataPipeline:
     """Open the data; where it must be tokenised first, one rank does it."""
     if runtime.leads:
         with counting_progress("tokenising documents") as report:
-            prepare_data(config, progress=report)
+            prepare_data(config, streamed=stream is not None, progress=report)
     runtime.barrier()
-    return build_data_pipeline(config, rank=runtime.data_rank, ranks=runtime.data_ranks)
+    return build_data_pipeline(config, stream=stream, rank=runtime.data_rank, ranks=runtime.data_ranks)
 
 
 def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path | None:
@@ -176,12 +182,14 @@ def _saving(
     run_dir: Path,
     tracker: MetricsTracker,
     data: DataPipeline,
+    feed: Feed,
     saver: AsyncSaver | None,
 ) -> Callable[[TrainState, bool], Path]:
     root = run_dir / "checkpoints"
 
     def notes() -> dict[str, Any]:
-        return {"loss_ema": list(tracker.ema_state()), "data": data.fingerprint}
+        where = {} if feed.position is None else {"stream": feed.position}
+        return {"loss_ema": list(tracker.ema_state()), "data": data.fingerprint, **where}
 
     def prune(_: Path) -> None:
         if runtime.leads:
@@ -203,10 +211,10 @@ def _saving(
 def _announce(config: JobConfig, parts: Parts, data: DataPipeline, done: int, progress: Progress) -> None:
     train = config.train
     size = count_parameters(config.model).total / 1e6
-    epochs = train.steps * train.global_batch_size / data.samples
+    epochs = f" ({train.steps * train.global_batch_size / data.samples:.2f} epochs)" if data.samples else ""
     progress.note(
         f"{f'resuming at step {done}' if done else 'starting'}: {size:.2f} M parameters, {config.optimizer.name},"
-        f" {train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens ({epochs:.2f} epochs)"
+        f" {train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens{epochs}"
         f" on {parts.runtime.device}"
     )
 
