@@ -252,9 +252,9 @@ def test_data_phases_may_change_on_resume_only_where_they_have_not_begun(tmp_pat
     later = DataConfig(sources=moved, phases=phases[:1], anneal_start_step=9, anneal_lr_scale=0.1)
     check_resumable(saved, evolve(saved, data=later), tmp_path, step=9)
     check_resumable(saved, evolve(saved, data=DataConfig(sources=sources)), tmp_path, step=5)
-    for step, phases in ((10, later), (6, DataConfig(sources=sources))):
+    for step, data in ((10, later), (6, DataConfig(sources=sources))):
         with pytest.raises(CheckpointError, match=r"data\.phases"):
-            check_resumable(saved, evolve(saved, data=phases), tmp_path, step=step)
+            check_resumable(saved, evolve(saved, data=data), tmp_path, step=step)
     with pytest.raises(CheckpointError, match=r"data\.sources"):
         heavier = (sources[0], evolve(sources[1], weight=2.0))
         check_resumable(saved, evolve(saved, data=DataConfig(sources=heavier, phases=phases)), tmp_path, step=0)
