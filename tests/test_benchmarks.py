@@ -10,7 +10,7 @@ from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no installed package
 
-from benchmarks import presets, step
+from benchmarks import data, presets, step
 from benchmarks.__main__ import main, run
 from benchmarks.memory import peak_memory
 from benchmarks.peers import Runner, build_llama, forge_runner, initial_weights, llama_weights, peer_runner
@@ -188,3 +188,16 @@ def test_the_table_of_presets_is_what_the_calculation_gives(name):
     assert len(lines) == len(presets.GPUS)
     assert "\n".join(lines) in page
     assert page.startswith(presets.table([]))
+
+
+def test_both_sides_of_the_data_benchmark_read_whole_batches_of_the_same_file(tmp_path):
+    options = data.Options(tokens=100_000, seq_len=64, batch_size=8, batches=2, repeats=1)
+    data.write_tokens(tmp_path / "tokens.bin", options.tokens)
+    for name, make in data.sides(tmp_path / "tokens.bin", options).items():
+        batch = next(iter(make()))
+        inputs, labels = (batch.input_ids[0], batch.labels[0]) if "forge" in name else batch
+        assert inputs.shape == labels.shape == (8, 64) and inputs.dtype == torch.int64, name
+        kept = labels[:, :-1] >= 0
+        assert torch.equal(inputs[:, 1:][kept], labels[:, :-1][kept]), name
+    found = data.rates(tmp_path / "tokens.bin", options)
+    assert set(found) == set(data.sides(tmp_path / "tokens.bin", options)) and min(found.values()) > 0

@@ -54,7 +54,8 @@ class DataConfig:
     SECTION: ClassVar[str] = "data"
 
     path: str = field(default="stdlib", validator=text())
-    """A prepared folder; a file, folder or glob of text, JSON lines, Parquet or tokens; 'hf:NAME'; or 'stdlib'."""
+    """A prepared folder; a file, folder or glob of text, JSON lines, Parquet or tokens; 'hf:NAME'; 'stdlib'; or a
+    stream: 'hf-stream:NAME'."""
     sources: tuple[DataSource, ...] = field(default=(), validator=each(instance_of(DataSource, "a data source")))
     """Several sources in the place of data.path, mixed by their weights (TOML: [[data.sources]])."""
     temperature: float = field(default=1.0, validator=number(above=0))

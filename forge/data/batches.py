@@ -120,8 +120,10 @@ def n_samples(dataset: TokenDataset, seq_len: int) -> int:
 
 def document_ids(ids: NDArray[np.int64], eod_id: int) -> NDArray[np.int64]:
     """The number of each token's document, (..., S) -> (..., S), from 0 in every sequence; the end belongs to it."""
-    ended = (ids == eod_id).astype(np.int64)
-    return np.cumsum(ended, axis=-1) - ended
+    ended = ids == eod_id
+    counted = np.cumsum(ended, axis=-1, dtype=np.int64)
+    counted -= ended
+    return counted
 
 
 def build_batch_at(
@@ -154,25 +156,34 @@ def build_batch_at(
     sources = list(datasets.items())
     _require_one_vocabulary(list(datasets.values()))
     samples = [_require_samples(dataset, seq_len, "train.seq_len") for dataset in datasets.values()]
-    if global_batch_size % (micro_batch_size * ranks):
-        raise ConfigError(
-            f"train.global_batch_size = {global_batch_size} is not divisible by train.micro_batch_size"
-            f" = {micro_batch_size} x {ranks} data-parallel ranks"
-        )
-    share = global_batch_size // ranks
+    share = check_batch_size(global_batch_size, micro_batch_size, ranks)
 
     def batch_at(index: int) -> Batch:
         first = index * global_batch_size + rank * share
         places = np.arange(first, first + share)
         source, position = (np.zeros_like(places), places) if mixture is None else mixture.place(places)
-        rows = np.empty((share, seq_len + 1), np.int64)
+        rows = _empty_rows(share, seq_len)
         for at in np.unique(source):
             (name, dataset), here = sources[at], np.flatnonzero(source == at)
-            _read_rows(dataset, _sample_index(position[here], samples[at], f"{data_seed}/{name}"), rows, here)
+            rows.read(dataset, _sample_index(position[here], samples[at], f"{data_seed}/{name}"), here)
         source_ids = None if mixture is None else torch.from_numpy(source).reshape(-1, micro_batch_size)
-        return _batch(rows, sources[0][1].eod_id, micro_batch_size, isolate_documents, source_ids)
+        return rows.batch(sources[0][1].eod_id, micro_batch_size, isolate_documents, source_ids)
 
     return batch_at
+
+
+def check_batch_size(global_batch_size: int, micro_batch_size: int, ranks: int) -> int:
+    """The sequences of each rank.
+
+    Raises:
+        ConfigError: the global batch does not divide over micro-batches and ranks.
+    """
+    if global_batch_size % (micro_batch_size * ranks):
+        raise ConfigError(
+            f"train.global_batch_size = {global_batch_size} is not divisible by train.micro_batch_size"
+            f" = {micro_batch_size} x {ranks} data-parallel ranks"
+        )
+    return global_batch_size // ranks
 
 
 @frozen
@@ -192,9 +203,9 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         for start in range(0, len(self.samples), self.batch_size):
             index = self.samples[start : start + self.batch_size]
-            rows = np.empty((len(index), self.seq_len + 1), np.int64)
-            _read_rows(self.dataset, index, rows, np.arange(len(index)))
-            yield _batch(rows, self.dataset.eod_id, len(index), self.isolate_documents)
+            rows = _empty_rows(len(index), self.seq_len)
+            rows.read(self.dataset, index, np.arange(len(index)))
+            yield rows.batch(self.dataset.eod_id, len(index), self.isolate_documents)
 
 
 def eval_batches(
@@ -257,38 +268,39 @@ def _sample_index(positions: NDArray[np.int64], samples: int, seed: str) -> NDAr
     return index
 
 
-_ABSENT = -1
-"""Fills a row after the last token of the data."""
+@frozen
+class Rows:
+    """Sequences being read: inputs, and each one's successor as its label; int64 (n, S) each."""
+
+    inputs: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+    def read(self, dataset: TokenDataset, samples: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+        """Read samples into the given places; after the last token of the data there is no target."""
+        seq_len = self.inputs.shape[1]
+        for place, sample in zip(places.tolist(), samples.tolist(), strict=True):
+            start = sample * seq_len
+            ids = dataset.read(start, min(start + seq_len + 1, dataset.n_tokens))
+            targets = len(ids) - 1
+            self.inputs[place, :targets], self.labels[place, :targets] = ids[:-1], ids[1:]
+            if targets < seq_len:
+                self.inputs[place, targets:], self.labels[place, targets:] = dataset.eod_id, IGNORE
+
+    def batch(
+        self, eod_id: int, micro_batch_size: int, isolate_documents: bool, source_ids: Tensor | None = None
+    ) -> Batch:
+        """The rows as (A, B, S), in order."""
+        doc_ids = None
+        if isolate_documents:
+            self.labels[self.inputs == eod_id] = IGNORE
+            doc_ids = document_ids(self.inputs, eod_id)
+
+        def grouped(array: NDArray[np.int64]) -> Tensor:
+            return torch.from_numpy(array).reshape(-1, micro_batch_size, array.shape[1])
+
+        documents = None if doc_ids is None else grouped(doc_ids)
+        return Batch(grouped(self.inputs), grouped(self.labels), documents, source_ids)
 
 
-def _read_rows(
-    dataset: TokenDataset, samples: NDArray[np.int64], rows: NDArray[np.int64], places: NDArray[np.int64]
-) -> None:
-    """Read samples into the given places of rows (n, S + 1)."""
-    seq_len = rows.shape[1] - 1
-    for place, sample in zip(places.tolist(), samples.tolist(), strict=True):
-        start = sample * seq_len
-        stop = min(start + seq_len + 1, dataset.n_tokens)
-        rows[place, : stop - start] = dataset.read(start, stop)
-        rows[place, stop - start :] = _ABSENT
-
-
-def _batch(
-    rows: NDArray[np.int64],
-    eod_id: int,
-    micro_batch_size: int,
-    isolate_documents: bool,
-    source_ids: Tensor | None = None,
-) -> Batch:
-    """Rows (n, S + 1) as (A, B, S): inputs, and each one's successor as its label; what is absent is no target."""
-    inputs = np.where(rows[:, :-1] == _ABSENT, eod_id, rows[:, :-1])
-    labels = np.where(rows[:, 1:] == _ABSENT, IGNORE, rows[:, 1:])
-    doc_ids = None
-    if isolate_documents:
-        labels[inputs == eod_id] = IGNORE
-        doc_ids = document_ids(inputs, eod_id)
-
-    def grouped(array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).reshape(-1, micro_batch_size, inputs.shape[1])
-
-    return Batch(grouped(inputs), grouped(labels), None if doc_ids is None else grouped(doc_ids), source_ids)
+def _empty_rows(count: int, seq_len: int) -> Rows:
+    return Rows(np.empty((count, seq_len), np.int64), np.empty((count, seq_len), np.int64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from attrs import frozen
@@ -11,6 +11,9 @@ from forge.config import DataConfig, JobConfig
 from forge.data import (
     Manifest,
     Mixture,
+    Position,
+    Stream,
+    StreamBatches,
     TokenDataset,
     Tokenizer,
     available_cores,
@@ -21,16 +24,21 @@ from forge.data import (
     eval_batches,
     n_samples,
     open_dataset,
+    open_hub_stream,
+    prefetch,
     prepared,
     read_manifest,
 )
 from forge.data.batch import Batch
 from forge.data.manifest import Split
+from forge.data.stream import HUB_STREAM
 from forge.errors import DataError
 from forge.training.eval import EvalSet
 
 Progress = Callable[[int, int], None]
 """Called with (documents done, documents in all) while text becomes tokens."""
+
+_Fed = tuple[Batch, Position | None]
 
 _ORDER = "order 2"
 """Part of the fingerprint: another one for each way in which the same tokens have become batches."""
@@ -40,32 +48,94 @@ _ORDER = "order 2"
 class DataPipeline:
     """What a run reads."""
 
-    batch_at: Callable[[int], Batch]  # number of the global batch -> this rank's share, pure
+    training: Callable[[int], Batch] | StreamBatches  # number of the global batch -> this rank's share; or a stream
     eval_sets: tuple[EvalSet, ...]  # empty without evaluation
     tokenizer: Tokenizer
-    samples: int  # sequences in one epoch of every source
+    samples: int | None  # sequences in one epoch of every source; None = not known
     fingerprint: str  # of the training tokens and their order, to compare on resume
 
+    def batch_at(self, index: int) -> Batch:
+        """This rank's share of a global batch, a pure function.
 
-def prepare_data(config: JobConfig, *, progress: Progress | None = None) -> None:
+        Raises:
+            DataError: the data is a stream.
+        """
+        if isinstance(self.training, StreamBatches):
+            raise DataError("a stream is read forward only: its batches have no function of their number")
+        return self.training(index)
+
+
+class Feed(Iterator[Batch]):
+    """The batches that remain, made ahead, and where a stream stands after the one that was given last."""
+
+    def __init__(self, batches: Generator[_Fed, None, None], position: Position | None) -> None:
+        self._batches, self.position = batches, position
+
+    def __next__(self) -> Batch:
+        batch, self.position = next(self._batches)
+        return batch
+
+    def close(self) -> None:
+        """End the threads that make batches ahead."""
+        self._batches.close()
+
+
+def open_feed(
+    data: DataPipeline,
+    config: DataConfig,
+    start: int,
+    stop: int,
+    *,
+    position: Position | None = None,
+    index_at: Callable[[int], int] = lambda step: step,
+) -> Feed:
+    """The batches of updates start .. stop - 1.
+
+    Args:
+        position: where a stream stands; what `Feed.position` was after update start - 1.
+        index_at: update -> number of the global batch, growing.
+    """
+    if isinstance(data.training, StreamBatches):
+        read = data.training.open(position)
+        return Feed(prefetch(lambda step: read(index_at(step)), start, stop, config.prefetch), position)
+    pure = data.training
+    ahead = prefetch(lambda step: (pure(index_at(step)), None), start, stop, config.prefetch, config.workers)
+    return Feed(ahead, None)
+
+
+def prepare_data(config: JobConfig, *, streamed: bool = False, progress: Progress | None = None) -> None:
     """Turn every text that the config names into tokens, once; what is prepared already is left.
+
+    Args:
+        streamed: a stream is trained on in the place of `config.data`.
 
     Raises:
         DataError: see `forge.data.prepared`.
     """
-    for data in (*_sources(config.data).values(), *_eval_sources(config).values()):
+    sources = {} if streamed else _sources(config.data)
+    for data in (*sources.values(), *_eval_sources(config).values()):
         prepared(data, workers=available_cores(), progress=progress)
 
 
 def build_data_pipeline(
-    config: JobConfig, *, progress: Progress | None = None, rank: int = 0, ranks: int = 1
+    config: JobConfig,
+    *,
+    stream: Stream | None = None,
+    progress: Progress | None = None,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> DataPipeline:
     """Prepare (once) and open the data of a config.
+
+    Args:
+        stream: documents to train on in the place of those that the config names.
 
     Raises:
         DataError: missing, empty, damaged or too short data, or tokens beyond the model's vocabulary.
     """
-    prepare_data(config, progress=progress)
+    prepare_data(config, streamed=stream is not None, progress=progress)
+    if stream is not None or config.data.path.startswith(HUB_STREAM):
+        return _stream_pipeline(config, stream, rank, ranks)
     folders = {name: prepared(data) for name, data in _sources(config.data).items()}
     datasets = {name: _open(config, folder, "train") for name, folder in folders.items()}
     batch_at = build_batch_at(
@@ -80,16 +150,49 @@ def build_data_pipeline(
         ranks=ranks,
     )
     return DataPipeline(
-        batch_at=batch_at,
-        eval_sets=_eval_sets(config, folders) if config.eval.interval else (),
+        training=batch_at,
+        eval_sets=_eval_sets(config, folders),
         tokenizer=build_tokenizer(config.data.tokenizer),
         samples=sum(n_samples(dataset, config.train.seq_len) for dataset in datasets.values()),
         fingerprint="; ".join([_ORDER, *(_fingerprint(name, folder) for name, folder in folders.items())]),
     )
 
 
+def _stream_pipeline(config: JobConfig, stream: Stream | None, rank: int, ranks: int) -> DataPipeline:
+    if config.data.sources:
+        raise DataError("a stream cannot be mixed with data.sources: mix before, or prepare it as a source")
+    if config.eval.interval and not config.eval.sets:
+        raise DataError("of a stream nothing is held out: name sets to evaluate on in [[eval.sets]]")
+    tokenizer, train = build_tokenizer(config.data.tokenizer), config.train
+    if tokenizer.eod_id >= config.model.vocab_size:
+        raise DataError(
+            f"data.tokenizer = '{tokenizer.name}' ends documents with id {tokenizer.eod_id}, outside model.vocab_size"
+            f" = {config.model.vocab_size}"
+        )
+    batches = StreamBatches(
+        stream=stream if stream is not None else open_hub_stream(config.data.path),
+        encode=tokenizer.encode,
+        eod_id=tokenizer.eod_id,
+        vocab_size=config.model.vocab_size,
+        text_key=config.data.text_key,
+        seq_len=train.seq_len,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        isolate_documents=config.data.isolate_documents,
+        rank=rank,
+        ranks=ranks,
+    )
+    origin = "of one's own" if stream is not None else config.data.path
+    return DataPipeline(batches, _eval_sets(config, {}), tokenizer, None, f"stream {origin}")
+
+
 def _sources(data: DataConfig) -> dict[str, DataConfig]:
-    """The section of each source by its name; of the only one, whose name is empty, where none are listed."""
+    """The section of each source by its name; of the only one, whose name is empty, where none are listed.
+
+    A stream is no source: there is nothing to prepare.
+    """
+    if data.path.startswith(HUB_STREAM) and not data.sources:
+        return {}
     if not data.sources:
         return {"": data.alone(data.path)}
     return {source.name: data.alone(source.path) for source in data.sources}
@@ -119,6 +222,8 @@ def _open(config: JobConfig, folder: Path, split: Split) -> TokenDataset:
 
 def _eval_sets(config: JobConfig, folders: dict[str, Path]) -> tuple[EvalSet, ...]:
     """What is held out of each source, then the further sets of `eval.sets`."""
+    if not config.eval.interval:
+        return ()
     further = {name: prepared(data) for name, data in _eval_sources(config).items()}
     holding = {name: folder for name, folder in folders.items() if read_manifest(folder).of("eval")}
     if not holding and not further:

@@ -24,7 +24,7 @@ from forge.checkpoint import (
     save_checkpoint,
 )
 from forge.config import JobConfig, load_config, save_config
-from forge.data import Batch, prefetch, share_of
+from forge.data import Batch, Stream, share_of
 from forge.errors import CheckpointError, RunError, Stopped
 from forge.logging import get_logger
 from forge.metrics import MetricsTracker, count_parameters
@@ -38,7 +38,7 @@ from forge.resilience import (
     lock_run,
     watch,
 )
-from forge.training.data_pipeline import DataPipeline, build_data_pipeline, prepare_data
+from forge.training.data_pipeline import DataPipeline, Feed, build_data_pipeline, open_feed, prepare_data
 from forge.training.eval import run_eval_sets
 from forge.training.hooks import Hook, HookRunner
 from forge.training.loop import Loop, run_loop
@@ -57,13 +57,19 @@ log = get_logger(__name__)
 
 
 def run_training(
-    config: JobConfig, *, step_fn: TrainStep | None = None, hooks: Iterable[Hook] | Hook | None = None
+    config: JobConfig,
+    *,
+    step_fn: TrainStep | None = None,
+    hooks: Iterable[Hook] | Hook | None = None,
+    data: Stream | None = None,
 ) -> TrainState:
     """Train as the config says, in `config.run_dir`; where that holds a checkpoint, go on from it.
 
     Args:
         step_fn: replaces the whole step, (state, batch) -> (state, StepResult).
         hooks: watch the run; see `forge.training.hooks`.
+        data: documents to train on in the place of those that `config.data` names: a `datasets.IterableDataset`, or an
+            `IteratorStream` of any Python iterator. Its position is in every checkpoint.
 
     Returns:
         The state after the last update.
@@ -81,9 +87,9 @@ def run_training(
             stack.enter_context(lock_run(run_dir))
         stack.enter_context(deterministic_kernels(config.train.deterministic))
         saved = _find_checkpoint(config, run_dir, runtime)
-        data = open_data(config, runtime)
+        pipeline = open_data(config, runtime, data)
         parts = build_parts(config, runtime)
-        state, notes = starting_state(config, parts, data, saved)
+        state, notes = starting_state(config, parts, pipeline, saved)
         done = int(state.step)
         if done >= config.train.steps:
             if runtime.leads:
@@ -92,7 +98,7 @@ def run_training(
         if runtime.leads:
             save_config(config, run_dir / "config.toml")
         runner.on_train_begin(config, done)
-        run = _Run(config, parts, data, step_fn, runner, watchdog)
+        run = _Run(config, parts, pipeline, step_fn, runner, watchdog)
         with catch_signals(config.checkpoint.stop_within_seconds, watchdog.end) as interruption:
             state = _train(run, state, notes, interruption)
         step = int(state.step)
@@ -145,19 +151,24 @@ def _attempt(run: _Run, state: TrainState, notes: dict[str, Any], interruption: 
         stack.callback(tracker.close)
         progress = stack.enter_context(training_progress(steps, done)) if runtime.leads else SILENT
         _announce(config, parts, data, done, progress)
-        ahead = prefetch(
-            lambda step: data.batch_at(batch_index(jumps, step)), done, steps, config.data.prefetch, config.data.workers
+        feed = open_feed(
+            data,
+            config.data,
+            done,
+            steps,
+            position=notes.get("stream"),
+            index_at=lambda step: batch_index(jumps, step),
         )
-        batches = stack.enter_context(closing(ahead))
+        stack.enter_context(closing(feed))
         saver = stack.enter_context(_background_saver()) if config.checkpoint.async_save else None
         step_fn = run.step_fn
         loop = Loop(
             config=config,
             runtime=runtime,
-            batches=batches,
+            batches=feed,
             step_at=(lambda _, state: (step_fn, state)) if step_fn is not None else step_for(config, parts),
             evaluate=_evaluation(parts, data, run.watchdog.beat),
-            save=_saving(config, runtime, run.run_dir, tracker, {"data": data.fingerprint, "jumps": jumps}, saver),
+            save=_saving(config, runtime, tracker, {"data": data.fingerprint, "jumps": jumps}, feed, saver),
             before_step=stack.enter_context(profile_window(config.profiling, run.run_dir / "profile")),
             beat=run.watchdog.beat,
             tracker=tracker,
@@ -211,13 +222,13 @@ def _failure_as_warning() -> Generator[None, None, None]:
         log.warning("%s; the checkpoints before it are kept", error)
 
 
-def open_data(config: JobConfig, runtime: Runtime) -> DataPipeline:
+def open_data(config: JobConfig, runtime: Runtime, stream: Stream | None = None) -> DataPipeline:
     """Open the data; where it must be tokenised first, one rank does it."""
     if runtime.leads:
         with counting_progress("tokenising documents") as report:
-            prepare_data(config, progress=report)
+            prepare_data(config, streamed=stream is not None, progress=report)
     runtime.barrier()
-    return build_data_pipeline(config, rank=runtime.data_rank, ranks=runtime.data_ranks)
+    return build_data_pipeline(config, stream=stream, rank=runtime.data_rank, ranks=runtime.data_ranks)
 
 
 def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path | None:
@@ -290,15 +301,16 @@ def _evaluation(
 def _saving(
     config: JobConfig,
     runtime: Runtime,
-    run_dir: Path,
     tracker: MetricsTracker,
     fixed_notes: dict[str, Any],
+    feed: Feed,
     saver: AsyncSaver | None,
 ) -> Callable[[TrainState, bool, bool], Path]:
-    root = run_dir / "checkpoints"
+    root = Path(config.run_dir) / "checkpoints"
 
     def notes() -> dict[str, Any]:
-        return {"loss_ema": list(tracker.ema_state()), **fixed_notes}
+        where = {} if feed.position is None else {"stream": feed.position}
+        return {"loss_ema": list(tracker.ema_state()), **fixed_notes, **where}
 
     def remove_old(_: Path) -> None:
         if runtime.leads:
@@ -324,10 +336,10 @@ def _saving(
 def _announce(config: JobConfig, parts: Parts, data: DataPipeline, done: int, progress: Progress) -> None:
     train = config.train
     size = count_parameters(config.model).total / 1e6
-    epochs = train.steps * train.global_batch_size / data.samples
+    epochs = f" ({train.steps * train.global_batch_size / data.samples:.2f} epochs)" if data.samples else ""
     progress.note(
         f"{f'resuming at step {done}' if done else 'starting'}: {size:.2f} M parameters, {config.optimizer.name},"
-        f" {train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens ({epochs:.2f} epochs)"
+        f" {train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens{epochs}"
         f" on {parts.runtime.device}"
     )
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,12 @@ from forge.checkpoint import checkpoint_path, checkpoint_step, latest_sound, lis
 from forge.checkpoint.diff import same_bits
 from forge.checkpoint.load import read_layout, read_parts
 from forge.config import config_from_dict, config_to_dict, load_config
+from forge.data import Position
 from forge.distributed.shards import local_part
 from forge.errors import CheckpointError, RunError
 from forge.pytree import tree_flatten_named
 from forge.resilience import batch_index
+from forge.training.data_pipeline import open_feed
 from forge.training.entry import open_data, starting_state
 from forge.training.parts import adopt, build_parts, step_for
 from forge.training.provenance import governing, hardware, read_starts, software
@@ -146,16 +150,30 @@ def _compare_machines(start: dict[str, Any], runtime: Runtime, report: Callable[
 def _make_again(record: _Record, saved: Path | None, updates: range, runtime: Runtime, verdict: _Verdict) -> TrainState:
     """The state after the updates (from 0), whose logged results are compared on the way."""
     state: TrainState | None = None
+    position: Position | None = None
     for start, numbers in record.stretches(updates.start, updates.stop):
         config = config_from_dict(start["config"])
         parts, data = build_parts(config, runtime), open_data(config, runtime)
-        state = starting_state(config, parts, data, saved)[0] if state is None else adopt(parts, state)
+        if state is None:
+            state, notes = starting_state(config, parts, data, saved)
+            position = notes.get("stream")
+        else:
+            state = adopt(parts, state)
         step_at = step_for(config, parts)
-        for number in numbers:
-            batch = data.batch_at(batch_index(start["jumps"], number - 1))
-            train_step, state = step_at(number - 1, state)
-            state, result = train_step(state, batch.to(runtime.device))
-            _compare_result(number, record.logged.get(number, {}), result, verdict)
+        feed = open_feed(
+            data,
+            config.data,
+            numbers[0] - 1,
+            numbers[-1],
+            position=position,
+            index_at=partial(batch_index, start["jumps"]),
+        )
+        with closing(feed):
+            for number, batch in zip(numbers, feed, strict=True):
+                train_step, state = step_at(number - 1, state)
+                state, result = train_step(state, batch.to(runtime.device))
+                _compare_result(number, record.logged.get(number, {}), result, verdict)
+        position = feed.position
     assert state is not None
     return state
 

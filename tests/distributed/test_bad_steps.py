@@ -67,7 +67,7 @@ def _seven_steps(layout):
 def _bad_batches(change):
     def changed(*args, **options):
         data = build_data_pipeline(*args, **options)
-        return evolve(data, batch_at=change(data.batch_at))
+        return evolve(data, training=change(data.batch_at))
 
     entry.build_data_pipeline = changed
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 from attrs import evolve
@@ -16,10 +18,10 @@ from forge.config import (
     ModelConfig,
     TrainConfig,
 )
-from forge.data import build_tokenizer, prepare
+from forge.data import IteratorStream, build_tokenizer, prepare
 from forge.errors import DataError
 from forge.pytree import tree_equal
-from forge.training.data_pipeline import build_data_pipeline
+from forge.training.data_pipeline import build_data_pipeline, open_feed
 
 
 @pytest.fixture
@@ -177,3 +179,49 @@ def test_the_fingerprint_tells_sources_apart(mixed):
     swapped = [evolve(a, path=b.path) for a, b in zip(mixed.data.sources, reversed(mixed.data.sources), strict=True)]
     other = evolve(mixed, data=evolve(mixed.data, sources=tuple(swapped)))
     assert build_data_pipeline(mixed).fingerprint != build_data_pipeline(other).fingerprint
+
+
+def test_a_stream_is_named_by_its_path_and_has_no_function_of_the_step(job, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    text = evolve(job.data, path=f"hf-stream:{job.data.path}")
+    data = build_data_pipeline(evolve(job, data=text, eval=EvalConfig(interval=0)))
+    with closing(open_feed(data, text, 0, 8)) as feed:
+        first = next(feed)
+        assert first.input_ids.shape == (2, 2, 16) and feed.position["batches"] == 1
+        second = next(feed)
+    resumed = open_feed(data, text, 2, 8, position=feed.position, index_at=lambda step: step + 1)
+    with closing(open_feed(data, text, 0, 8)) as straight:
+        batches = [next(straight) for _ in range(4)]
+    with closing(resumed):
+        assert tree_equal([first, second, next(resumed)], [*batches[:2], batches[3]])
+    with pytest.raises(DataError, match="read forward only"):
+        data.batch_at(0)
+
+
+def test_a_feed_jumps_where_it_is_told_to(job):
+    data = build_data_pipeline(job)
+    with closing(open_feed(data, evolve(job.data, workers=3), 2, 6, index_at=lambda step: 10 * step)) as feed:
+        found = list(feed)
+    assert tree_equal(found, [data.batch_at(10 * step) for step in range(2, 6)]) and feed.position is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"path": "hf-stream:x", "sources": (DataSource("a", "x"),)}, "cannot be mixed"),
+        ({"path": "hf-stream:/no/such"}, "cannot be opened"),
+    ],
+)
+def test_a_stream_that_cannot_be_is_refused(job, changes, message):
+    stream = IteratorStream(lambda start: ["a text"]) if "sources" in changes else None
+    pytest.importorskip("datasets")
+    with pytest.raises(DataError, match=message):
+        config = evolve(job, data=evolve(job.data, **changes), eval=EvalConfig(interval=0))
+        build_data_pipeline(config, stream=stream)
+
+
+def test_a_stream_whose_end_of_document_the_model_does_not_know_is_refused(job):
+    small = evolve(job, model=evolve(job.model, vocab_size=256), eval=EvalConfig(interval=0))
+    with pytest.raises(DataError, match=r"ends documents with id 256, outside model\.vocab_size = 256"):
+        build_data_pipeline(small, stream=IteratorStream(lambda start: ["a text"]))

@@ -22,6 +22,7 @@ from forge.config import (
     DataConfig,
     DataSource,
     EvalConfig,
+    EvalSource,
     FreezeStage,
     JobConfig,
     MetricsConfig,
@@ -34,6 +35,7 @@ from forge.config import (
     TrainConfig,
     save_config,
 )
+from forge.data import IteratorStream
 from forge.data.batch import IGNORE
 from forge.errors import CheckpointError, ConfigError, DataError, RunError, Stopped
 from forge.pytree import tree_equal, tree_map
@@ -152,6 +154,31 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(job, variant, stop):
     assert _steps(job.run_dir, "train/loss_ema") == pytest.approx(
         _steps(_at(job, "straight").run_dir, "train/loss_ema")
     )
+
+
+def _counting_text():
+    """Six texts an epoch."""
+    return IteratorStream(lambda start: (f"{n} and {n + 1} make {2 * n + 1}; " * 3 for n in range(start, 6)))
+
+
+@pytest.mark.parametrize(("stop", "prefetch"), [(1, 0), (3, 2), (5, 4)])
+def test_a_run_on_a_stream_stopped_and_resumed_equals_one_that_was_not(job, stop, prefetch):
+    job = evolve(job, data=evolve(job.data, path="/unread", prefetch=prefetch), eval=EvalConfig(interval=0))
+    straight = run_training(_at(job, "straight"), data=_counting_text())
+    with pytest.raises(Stopped, match=f"saved step {stop}"):
+        run_training(job, hooks=_StopAfter(stop), data=_counting_text())
+    assert tree_equal(run_training(job, data=_counting_text()), straight)
+    assert _steps(job.run_dir) == _steps(_at(job, "straight").run_dir)
+
+
+def test_a_stream_is_evaluated_on_sets_of_ones_own_and_takes_the_place_of_no_other_data(job, tmp_path):
+    with pytest.raises(DataError, match=r"name sets to evaluate on in \[\[eval.sets\]\]"):
+        run_training(job, data=_counting_text())
+    sets = (EvalSource("far", str(tmp_path / "text" / "0.txt")),)
+    run_training(evolve(job, eval=evolve(job.eval, sets=sets)), data=_counting_text())
+    assert _steps(job.run_dir, "eval/far/loss") == _steps(job.run_dir, "eval/loss")
+    with pytest.raises(CheckpointError, match="trained on other tokens"):
+        run_training(evolve(job, train=evolve(TRAIN, steps=12)))
 
 
 def test_metrics_of_a_mixture_are_by_source_and_the_phase_scales_the_rate_after_a_resume_too(job):
@@ -314,7 +341,7 @@ def _with_data(monkeypatch, change):
 
     def changed(*args, **options):
         data = build_data_pipeline(*args, **options)
-        return evolve(data, batch_at=change(data.batch_at))
+        return evolve(data, training=change(data.batch_at))
 
     monkeypatch.setattr(entry, "build_data_pipeline", changed)
 
