@@ -5,16 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import os
-from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +22,7 @@ from forge.training.runtime import open_runtime
 from tests.distributed import layouts
 from tests.distributed.layouts import COLUMNS, JOBS, ROWS, job_of
 from tests.distributed.parity import assert_same_curve
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import fake_rank, run_ranks
 from tests.distributed.training import JOB, MODEL, TRAIN, train
 
 EVERY = [pytest.param(row, job, id=f"{row.name}-{job}") for row in ROWS for job in JOBS]
@@ -94,17 +90,6 @@ REFUSED = {
 }  # fmt: skip
 
 
-@contextmanager
-def _rank(world_size):
-    """This process as the first rank of many that are not there."""
-    with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": str(world_size)}):
-        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-
-
 class _Allocations(TorchDispatchMode):
     """Bytes of tensors with storage that were made."""
 
@@ -121,7 +106,7 @@ class _Allocations(TorchDispatchMode):
 
 def _build(job, world_size):
     """As far as a run gets before it allocates parameters."""
-    with _rank(world_size), open_runtime(job) as runtime:
+    with fake_rank(0, world_size), open_runtime(job) as runtime:
         job.accumulation_steps(runtime.data_ranks)
         return build_parts(job, runtime)
 
