@@ -87,7 +87,7 @@ def peer_runner(
     if weights is not None:
         model.load_state_dict(llama_weights(weights))
     model = model.to(device).train()
-    optimizer = _adamw(model, config)
+    optimizer = plain_adamw(model, config)
     data, max_norm = batches(regime, device), config.train.grad_clip_norm
     assert max_norm is not None
 
@@ -165,7 +165,7 @@ def llama_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {llama_name(name): weight for name, weight in weights.items()}
 
 
-def _adamw(model: torch.nn.Module, config: JobConfig) -> torch.optim.AdamW:
+def plain_adamw(model: torch.nn.Module, config: JobConfig) -> torch.optim.AdamW:
     """Fused AdamW with forge's numbers and forge's two groups: matrices decay, norms and embedding do not."""
     chosen = config.optimizer
     assert isinstance(chosen, AdamW)

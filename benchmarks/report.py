@@ -124,16 +124,16 @@ def _cpu_name() -> str:
 
 def to_markdown(results: Sequence[Result], host: dict[str, str]) -> str:
     """The whole report."""
-    measured = _table(
+    measured = markdown_table(
         ["regime", "forge tokens/s", "peer tokens/s", "ratio", "paired ratios: middle half (all)",
          "forge memory", "peer memory", "ratio", "forge of GEMM rate", "peer of GEMM rate", "GEMM rate"],
         [_measured(result) for result in results],
     )  # fmt: skip
-    targets = _table(
+    targets = markdown_table(
         ["regime", "target", "measured", "verdict"],
         [[*v[:3], "met" if v.met else "**not met**"] for result in results for v in verdicts(result)],
     )
-    shapes = _table(
+    shapes = markdown_table(
         ["regime", "vocabulary", "width", "layers", "heads", "tokens a sequence", "sequences", "updates a turn",
          "turns", "first loss (forge, peer)"],
         [_shape(result) for result in results],
@@ -183,7 +183,8 @@ def _shape(result: Result) -> list[str]:
     return [regime.name, *map(str, numbers + turns), f"{ours:.6f}, {theirs:.6f}"]
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

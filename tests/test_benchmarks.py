@@ -10,8 +10,9 @@ from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no installed package
 
-from benchmarks import data, presets, step
+from benchmarks import data, layouts, presets, step
 from benchmarks.__main__ import main, run
+from benchmarks.layout_runs import Measured, Turns
 from benchmarks.memory import peak_memory
 from benchmarks.peers import Runner, build_llama, forge_runner, initial_weights, llama_weights, peer_runner
 from benchmarks.profiling import profile_step
@@ -201,3 +202,28 @@ def test_both_sides_of_the_data_benchmark_read_whole_batches_of_the_same_file(tm
         assert torch.equal(inputs[:, 1:][kept], labels[:, :-1][kept]), name
     found = data.rates(tmp_path / "tokens.bin", options)
     assert set(found) == set(data.sides(tmp_path / "tokens.bin", options)) and min(found.values()) > 0
+
+
+def test_the_pages_of_layouts_put_what_was_measured_beside_the_plan():
+    case = layouts.CASES[1]
+    plan = layouts.plan_ranks(layouts._job(case), case.ranks, tflops=1.0)
+    ranks = [Measured(0, plan.traffic[0], 2**20, plan.bytes_a_rank // 2, 3 * 2**20)] * 2
+    page = layouts.sizes_page([(case, ranks)], [(layouts.SHARDED[1], ranks)], HOST)
+    sent = _rows(page, "| layout | kind")[2:]
+    assert {row[1] for row in sent} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert all(row[4] == "1" for row in sent)
+    assert _rows(page, "| layout | measured")[2][3:] == ["2.00", "3.0"]
+    assert _rows(page, "| layout | parameters here")[2][2] == "1.0"
+
+
+def test_the_overhead_is_the_ratio_of_medians_and_needs_the_same_losses():
+    page = layouts.overhead_page(Turns([2.0, 2.1, 2.2], [2.0, 2.0, 2.0], [(4.2, 4.2)]), HOST)
+    (row,) = _rows(page, "| forge | by hand")[2:]
+    assert row[2] == "1.050x" and row[4] == "**not met**"
+    with pytest.raises(RunError, match="do not compute the same"):
+        layouts.overhead_page(Turns([1.0], [1.0], [(4.2, 4.3)]), HOST)
+
+
+def test_a_wrong_flag_of_the_layouts_is_one_line_and_status_2(capsys):
+    assert layouts.main(["--repeats", "0"]) == 2
+    assert capsys.readouterr().err.startswith("error: repeats must be")

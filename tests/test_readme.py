@@ -165,7 +165,7 @@ def test_every_config_key_of_a_page_exists(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_of_a_page_exists(page):
-    in_folders = re.findall(r"(?<![\w/.-])((?:forge|tests|configs|benchmarks|scripts|\.ci)/[\w./-]*)", PAGES[page])
+    in_folders = re.findall(r"(?<![\w/.-])((?:forge|tests|configs|benchmarks|docs|scripts|\.ci)/[\w./-]*)", PAGES[page])
     at_the_root = re.findall(r"(?<![\w/.*-])([\w-]+\.(?:py|toml|md|txt))\b", PAGES[page])
     named = {name.rstrip(".") for name in in_folders} | set(at_the_root) - FILES_OF_A_RUN
     assert named and [name for name in sorted(named) if not (ROOT / name).exists()] == []

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -39,3 +42,14 @@ def _main(rank: int, world_size: int, port: int, folder: str, function: Callable
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def fake_rank(rank: int, world_size: int) -> Generator[None, None, None]:
+    """This process as one rank of many that are not there: groups can be made, and nothing is sent."""
+    with mock.patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": str(world_size)}):
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

@@ -21,7 +21,6 @@ from tests.distributed.training import JOB, MODEL, MOE, TRAIN, global_batch, loc
 SHORT = evolve(TRAIN, steps=3)
 SOFTMAX = evolve(MOE.moe, router="softmax", aux_loss_weight=0.02, router_z_loss_weight=0.01, capacity_factor=1.0)
 JOBS = {
-    "documents": JOB,
     "window": evolve(JOB, model=evolve(MODEL, sliding_window=5), train=SHORT),
     "learned positions, tied": evolve(
         JOB, model=evolve(MODEL, position="learned", tied_embeddings=True), train=evolve(SHORT, micro_batch_size=2)
@@ -31,7 +30,7 @@ JOBS = {
 }
 CASES = {
     2: [("cp2", {"cp": 2}, job) for job in JOBS],
-    4: [("fsdp2 x cp2", {"cp": 2}, "documents"), ("ddp2 x cp2", {"cp": 2, "dp_replicate": 2}, "window"),
+    4: [("ddp2 x cp2", {"cp": 2, "dp_replicate": 2}, "window"),
         ("cp4", {"cp": 4}, "experts with aux loss and capacity")],
 }  # fmt: skip
 

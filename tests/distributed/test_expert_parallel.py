@@ -23,7 +23,6 @@ SHORT = evolve(TRAIN, steps=3)
 SIGMOID = evolve(JOB, model=MOE)
 SOFTMAX = evolve(MOE.moe, router="softmax", aux_loss_weight=0.02, router_z_loss_weight=0.01, capacity_factor=1.0)
 JOBS = {
-    "sigmoid": SIGMOID,
     "softmax with capacity": evolve(JOB, model=evolve(MOE, moe=SOFTMAX), train=SHORT),
     "recomputed": evolve(SIGMOID, train=evolve(SHORT, activation_checkpointing="full", micro_batch_size=2)),
     "muon, every other layer": evolve(
@@ -32,9 +31,9 @@ JOBS = {
     "two experts": evolve(SIGMOID, model=evolve(MOE, mlp="gelu", moe=evolve(MOE.moe, n_experts=2)), train=SHORT),
 }
 CASES = {
-    2: [("fsdp2", {}, "sigmoid"), ("ep2", {"ep": 2}, "sigmoid"), ("ep2", {"ep": 2}, "softmax with capacity"),
+    2: [("fsdp2", {}, "two experts"), ("ep2", {"ep": 2}, "softmax with capacity"),
         ("ep2", {"ep": 2}, "recomputed")],
-    4: [("fsdp2 x ep2", {"ep": 2}, "sigmoid"), ("fsdp2 x ep2", {"ep": 2}, "softmax with capacity"),
+    4: [("fsdp2 x ep2", {"ep": 2}, "softmax with capacity"),
         ("fsdp2 x ep2", {"ep": 2}, "muon, every other layer"), ("fsdp2 x ep2", {"ep": 2}, "two experts"),
         ("fsdp4", {}, "two experts"), ("ddp2 x ep2", {"ep": 2, "dp_replicate": 2}, "two experts"),
         ("cp2 x ep2", {"ep": 2, "cp": 2}, "softmax with capacity")],

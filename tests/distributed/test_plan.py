@@ -193,15 +193,12 @@ def test_a_rank_sends_what_is_planned_to_the_byte(ranks, world_size, index):
     assert not exchanged or sum(exchanged) / len(exchanged) == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize(("world_size", "index"), _cases("plain", "deep", "experts", "bf16", "odd", "gpt2"))
-def test_activations_are_estimated_within_a_quarter_and_not_too_low(ranks, world_size, index):
+@pytest.mark.parametrize(("world_size", "index"), _cases("plain", "deep", "experts", "bf16", "odd", "gpt2")[2:])
+def test_activations_on_several_ranks_are_estimated_and_not_too_low(ranks, world_size, index):
     _, layout = _planned(world_size, index)
-    if world_size == 1:
-        pytest.skip("tests/training/test_plan.py has one process")
     activations = count_activations(layout)
     for found in (rank[index] for rank in ranks[world_size]):
         planned = activations.of_rank(layout, found.pp_rank)
-        print(found.saved, planned, planned / found.saved)
         assert 0.95 * found.saved < planned < 1.3 * found.saved
 
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge.config import AdamW, DataConfig, DistributedConfig, JobConfig, ModelConfig, MoEConfig, Muon, TrainConfig
 from forge.distributed.shards import local_part
@@ -24,6 +19,7 @@ from forge.training.plan_layout import build_layout, stated_gpus
 from forge.training.plan_ranks import format_ranks, plan_ranks
 from forge.training.plan_traffic import ring_bytes
 from forge.training.runtime import open_runtime
+from tests.distributed.ranks import fake_rank
 
 MODEL = ModelConfig(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=72, max_seq_len=32, ffn_hidden_dim=48, bias=True,
@@ -31,17 +27,6 @@ MODEL = ModelConfig(
 )  # fmt: skip
 TRAIN = TrainConfig(steps=6, seq_len=32, global_batch_size=2**6 * 9, micro_batch_size=1, device="cpu")
 JOB = JobConfig(model=MODEL, train=TRAIN, optimizer=AdamW())
-
-
-@contextmanager
-def _rank(rank, world_size):
-    """This process as one rank of many that are not there."""
-    with mock.patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": str(world_size)}):
-        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 layouts = st.fixed_dictionaries(
@@ -60,7 +45,7 @@ def test_every_rank_stores_the_shapes_that_arithmetic_gives_it(sizes, tied, lear
     layout = build_layout(job, world_size, torch.float32, torch.float32)
     if world_size == 1:
         return
-    with _rank(rank, world_size), open_runtime(job) as runtime:
+    with fake_rank(rank, world_size), open_runtime(job) as runtime:
         parts, mesh = build_parts(job, runtime), runtime.mesh
         real = {name: tuple(local_part(p.detach()).shape) for name, p in parts.model.named_parameters()}
         place = mesh.fsdp.get_local_rank(1)
