@@ -82,7 +82,8 @@ def run_training(
         stack.callback(tracker.close)
         progress = stack.enter_context(training_progress(config.train.steps, done)) if runtime.leads else SILENT
         _announce(config, parts, pipeline, done, progress)
-        feed = open_feed(pipeline, config.data, done, config.train.steps, position=notes.get("stream"))
+        where, pin = notes.get("stream"), runtime.device.type == "cuda"
+        feed = open_feed(pipeline, config.data, done, config.train.steps, position=where, pin=pin)
         stack.enter_context(closing(feed))
         saver = stack.enter_context(closing(AsyncSaver())) if config.checkpoint.async_save else None
         loop = Loop(
