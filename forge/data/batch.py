@@ -26,6 +26,10 @@ class Batch:
         """Micro-batch `index`: the same fields without the leading dimension."""
         return tree_map(lambda x: x[index], self)
 
+    def pin_memory(self) -> Batch:
+        """The batch in pinned memory, from which a copy to a CUDA device waits for nothing."""
+        return tree_map(lambda x: x.pin_memory(), self)
+
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
         """The batch on a device; itself where it is there already."""
         return tree_map(lambda x: x.to(device, non_blocking=non_blocking), self)

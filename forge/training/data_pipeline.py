@@ -88,19 +88,30 @@ def open_feed(
     *,
     position: Position | None = None,
     index_at: Callable[[int], int] = lambda step: step,
+    pin: bool = False,
 ) -> Feed:
     """The batches of updates start .. stop - 1.
 
     Args:
         position: where a stream stands; what `Feed.position` was after update start - 1.
         index_at: update -> number of the global batch, growing.
+        pin: give batches in pinned memory, for a CUDA device.
     """
+    read: Callable[[int], _Fed]
     if isinstance(data.training, StreamBatches):
-        read = data.training.open(position)
-        return Feed(prefetch(lambda step: read(index_at(step)), start, stop, config.prefetch), position)
-    pure = data.training
-    ahead = prefetch(lambda step: (pure(index_at(step)), None), start, stop, config.prefetch, config.workers)
-    return Feed(ahead, None)
+        read, workers = data.training.open(position), 1
+    else:
+        read, workers = _without_position(data.training), config.workers
+
+    def fed(step: int) -> _Fed:
+        batch, after = read(index_at(step))
+        return batch.pin_memory() if pin else batch, after
+
+    return Feed(prefetch(fed, start, stop, config.prefetch, workers), position)
+
+
+def _without_position(batch_at: Callable[[int], Batch]) -> Callable[[int], _Fed]:
+    return lambda index: (batch_at(index), None)
 
 
 def prepare_data(config: JobConfig, *, streamed: bool = False, progress: Progress | None = None) -> None:

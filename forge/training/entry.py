@@ -157,6 +157,7 @@ def _attempt(run: _Run, state: TrainState, notes: dict[str, Any], interruption: 
             done,
             steps,
             position=notes.get("stream"),
+            pin=runtime.device.type == "cuda",
             index_at=lambda step: batch_index(jumps, step),
         )
         stack.enter_context(closing(feed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import closing
 
 import pytest
@@ -225,3 +226,12 @@ def test_a_stream_whose_end_of_document_the_model_does_not_know_is_refused(job):
     small = evolve(job, model=evolve(job.model, vocab_size=256), eval=EvalConfig(interval=0))
     with pytest.raises(DataError, match=r"ends documents with id 256, outside model\.vocab_size = 256"):
         build_data_pipeline(small, stream=IteratorStream(lambda start: ["a text"]))
+
+
+def test_batches_for_a_device_are_pinned_where_they_are_made(job, monkeypatch):
+    data = build_data_pipeline(job)
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(threading.current_thread()) or tensor)
+    with closing(open_feed(data, job.data, 0, 1, pin=True)) as feed:
+        assert tree_equal(next(feed), data.batch_at(0))
+    assert len(pinned) == 3 and threading.main_thread() not in pinned
