@@ -60,8 +60,11 @@ class TrainConfig:
     """Weight of logsumexp(logits)^2 over target tokens (PaLM 2022, sec. 5: 1e-4)."""
     label_smoothing: float = field(default=0.0, validator=number(least=0, most=0.999999))
     """Share of each target spread evenly over the vocabulary."""
-    activation_checkpointing: Literal["none", "full"] = field(default="none", validator=one_of("none", "full"))
-    """full recomputes each block in the backward pass and keeps only its input."""
+    activation_checkpointing: Literal["none", "selective", "full"] = field(
+        default="none", validator=one_of("none", "selective", "full")
+    )
+    """full computes each block again in the backward pass and keeps only its input; selective keeps besides what
+    attention, collectives and every second matrix product returned."""
     compile: bool = field(default=False, validator=boolean())
     """torch.compile, block by block."""
     deterministic: bool = field(default=False, validator=boolean())

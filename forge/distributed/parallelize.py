@@ -30,7 +30,7 @@ def parallelize(
             check_tensor_parallel(config, mesh.size("tp"))
             apply_tensor_parallel(model, mesh)
     if config.train.activation_checkpointing != "none":
-        apply_activation_checkpointing(model)
+        apply_activation_checkpointing(model, config.train.activation_checkpointing)
     if config.train.compile:
         if config.model.moe.n_experts and compute_dtype == torch.float32:
             raise ConfigError(
