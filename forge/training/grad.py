@@ -102,8 +102,14 @@ def _with_routers(sums: LossSums, blocks: list[BlockOutput], weight: Tensor) -> 
     if not routers:
         return sums
     aux = weight * torch.stack([router.loss for router in routers.values()]).sum()
-    counts = {index: router.counts for index, router in routers.items()}
-    return evolve(sums, total=sums.total + aux, aux=aux.detach(), router_counts=counts)
+    return evolve(
+        sums,
+        total=sums.total + aux,
+        aux=aux.detach(),
+        router_counts={index: router.counts for index, router in routers.items()},
+        router_entropy=torch.stack([router.entropy for router in routers.values()]).sum(),
+        router_dropped=torch.stack([router.dropped for router in routers.values()]).sum(),
+    )
 
 
 def _build_objective(model: nn.Module, loss_fn: LossFn, compute_dtype: torch.dtype) -> Objective:

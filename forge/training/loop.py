@@ -87,6 +87,8 @@ def _due(step: int, interval: int, final: bool) -> bool:
 def _report(step: int, result: StepResult, loop: Loop, force: bool) -> None:
     """Log on logging steps; nothing waits for the device on the others."""
     parts = {"ce_loss": result.ce_loss, "z_loss": result.z_loss, "aux_loss": result.aux_loss}
+    routing = {name: getattr(result, name) for name in ("moe_balance", "moe_entropy", "moe_dropped")}
+    parts |= {name: value for name, value in routing.items() if value is not None}
     metrics = loop.tracker.end_step(
         step, result.loss, result.grad_norm, result.lr, result.tokens, skipped=result.skipped, force=force, **parts
     )
