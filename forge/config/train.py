@@ -48,6 +48,8 @@ class TrainConfig:
     """Where to train; auto = the first CUDA device, else the CPU."""
     precision: Literal["auto", "fp32", "bf16"] = field(default="auto", validator=one_of("auto", "fp32", "bf16"))
     """Dtype of the forward and backward pass; auto = bf16 on CUDA, fp32 on a CPU. The loss is always fp32."""
+    fp8: bool = field(default=False, validator=boolean())
+    """Products of the blocks' projections in fp8 (pip install 'forge[fp8]'; CUDA of capability 8.9 or newer)."""
     param_dtype: Literal["fp32", "bf16"] = field(default="fp32", validator=one_of("fp32", "bf16"))
     """Dtype of the stored parameters; bf16 ones are updated through fp32 masters in the optimizer state."""
     grad_clip_norm: float | None = field(default=1.0, validator=optional(number(above=0)))

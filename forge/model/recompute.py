@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from forge.model.moe import MoE
 from forge.model.transformer import Transformer
 
 _aten, _functional = torch.ops.aten, torch.ops._c10d_functional
@@ -79,7 +80,15 @@ class _Reuse(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def compile_blocks(model: Transformer) -> None:
-    """torch.compile each block in place; blocks of one shape share the compiled code. After checkpointing."""
+def compile_blocks(model: Transformer, *, experts: bool = True) -> None:
+    """torch.compile each block in place; blocks of one shape share the compiled code. After checkpointing.
+
+    Args:
+        experts: compile their products too. Torch can in bf16 only; without them a block is compiled in two pieces, and
+            one that is recomputed not at all, since a checkpoint takes no piece.
+    """
     for block in model.blocks.children():
+        mlp = block.mlp
+        if isinstance(mlp, MoE) and not experts:
+            mlp.experts.forward = torch.compiler.disable(mlp.experts.forward)  # type: ignore[method-assign]
         block.compile()

@@ -87,11 +87,12 @@ class Run(nn.Module):
     def forward(self, micro: Micro, loss_fn: LossFn, then: Callable[[Tensor], None]) -> LossSums:
         batch = micro.batch
 
-        def output(hidden: Tensor, head_weight: Tensor, blocks: list[BlockOutput]) -> LossSums:
+        def output(hidden: Tensor, head_weight: Tensor, blocks: list[BlockOutput]) -> tuple[Tensor, LossSums]:
             sums = loss_fn(hidden, head_weight, batch.labels, batch.source_ids)
-            return _with_routers(sums, blocks, micro.targets * micro.share)
+            sums = _with_routers(sums, blocks, micro.targets * micro.share)
+            return sums.total, sums  # FSDP2 sees what a backward pass will begin with in tuples, not in our classes
 
-        sums = self.model(batch.input_ids, batch.doc_ids, output=output, **micro.router_bias)
+        _, sums = self.model(batch.input_ids, batch.doc_ids, output=output, **micro.router_bias)
         then(sums.total / micro.targets.clamp(min=1))
         return sums
 

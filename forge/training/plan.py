@@ -137,8 +137,11 @@ def _without_checkpointing(config: JobConfig) -> JobConfig:
 
 
 def _uncompiled(config: JobConfig) -> JobConfig:
-    """Nothing to compile: the plan's tensors have no storage. What a compiler fuses away is not counted off."""
-    return evolve(config, train=evolve(config.train, compile=False))
+    """Nothing to compile: the plan's tensors have no storage. What a compiler fuses away is not counted off.
+
+    Nor fp8, of which autograd keeps nothing: it keeps what was rounded.
+    """
+    return evolve(config, train=evolve(config.train, compile=False, fp8=False))
 
 
 def _learned(config: JobConfig, params: dict[str, Tensor]) -> frozenset[str]:

@@ -55,8 +55,10 @@ def load_run(run_dir: str | Path, *, step: int = -1, device: Device = "auto") ->
     root = Path(run_dir) / "checkpoints"
     path = _choose(root, step)
     config = load_config(path / "config.toml")
-    # Without a backward pass there is nothing to recompute, and one evaluation does not pay for compiling.
-    config = evolve(config, train=evolve(config.train, device=device, compile=False, activation_checkpointing="none"))
+    # Without a backward pass there is nothing to recompute, one evaluation does not pay for compiling, and weights
+    # trained through fp8 products are whole.
+    train = evolve(config.train, device=device, compile=False, activation_checkpointing="none", fp8=False)
+    config = evolve(config, train=train)
     parts = build_parts(config, build_runtime(config))
     template = template_state(config, parts, read_manifest(path)["step"])
     return Trained(config, parts, load_checkpoint(path, template, device=parts.runtime.device))

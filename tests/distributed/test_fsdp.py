@@ -7,7 +7,9 @@ import torch
 from attrs import evolve
 from torch.distributed.tensor import DTensor
 
-from forge.config import SGD, FreezeStage, Lion, Muon, NoSchedule, ScheduleFree
+from forge.config import SGD, DistributedConfig, FreezeStage, Lion, Muon, NoSchedule, ScheduleFree
+from forge.distributed.fsdp import reshard_after_forward
+from forge.distributed.parallelize import materialize
 from forge.errors import ConfigError
 from forge.pytree import tree_leaves
 from forge.training.optimizer import eval_params
@@ -26,20 +28,29 @@ JOBS = {
     "schedule_free": evolve(JOB, optimizer=ScheduleFree(lr=1e-2), scheduler=NoSchedule()),
     "tied": evolve(JOB, model=TIED),
     "recomputed": evolve(JOB, train=evolve(TRAIN, activation_checkpointing="full")),
+    "selectively recomputed": evolve(JOB, train=evolve(TRAIN, activation_checkpointing="selective")),
     "bf16 weights": evolve(JOB, train=evolve(TRAIN, param_dtype="bf16", precision="fp32")),
     "frozen for three steps": evolve(
         JOB, train=evolve(TRAIN, freeze=(FreezeStage(("blocks.1.*", "embed*")), FreezeStage(("*",), False, 3)))
     ),
     "large micro-batches": evolve(JOB, train=evolve(TRAIN, micro_batch_size=2)),
 }
-LAYOUTS = {2: {"fsdp2": {}, "ddp2": {"dp_replicate": 2}}, 4: {"fsdp4": {}, "hsdp 2x2": {"dp_replicate": 2}}}
-BROAD = ("adamw", "muon")  # in every layout; the other jobs in fsdp2
+LAYOUTS = {
+    2: {
+        "fsdp2": {},
+        "ddp2": {"dp_replicate": 2},
+        "freed at once, two ahead": {"reshard_after_forward": "always", "prefetch_blocks": 2},
+        "never freed": {"reshard_after_forward": "never"},
+    },
+    4: {"fsdp4": {}, "hsdp 2x2": {"dp_replicate": 2}},
+}
+BROAD = {"adamw": LAYOUTS[2] | LAYOUTS[4], "muon": ("ddp2", "fsdp4", "hsdp 2x2")}  # beside fsdp2, where all are
 
 
 def _cases(world_size):
     for layout in LAYOUTS[world_size]:
         for job in JOBS:
-            if job in BROAD or layout == "fsdp2":
+            if layout == "fsdp2" or layout in BROAD.get(job, ()):
                 yield world_size, layout, job
 
 
@@ -107,6 +118,41 @@ def _alone():
     from forge.training.runtime import build_runtime
 
     return build_runtime(JOB)
+
+
+def _gathered(layout):
+    """What is gathered on this rank: after a forward pass, and while the first block computes."""
+    job = evolve(JOB, distributed=DistributedConfig(**layout))
+    with open_runtime(job) as runtime:
+        model = build_parts(job, runtime).model
+        materialize(model, job, runtime.device)
+        blocks, ahead = list(model.blocks.children()), []
+
+        def look(*_):
+            groups = [block._get_fsdp_state()._fsdp_param_groups[0] for block in blocks]
+            ahead.extend(group._all_gather_result is not None for group in groups)
+
+        blocks[0].attn_norm.register_forward_pre_hook(look)
+        model(global_batch(0).input_ids[0], output=lambda hidden, weight, _: hidden)
+        weights = (blocks[0].attn.wq.weight, model.embed.weight)
+        return tuple(not isinstance(weight, DTensor) for weight in weights), ahead
+
+
+def _gathered_by_option():
+    pipeline = DistributedConfig(pp=2), DistributedConfig(pp=2, reshard_after_forward="always")
+    found = [_gathered(layout) for layout in (
+        {}, {"reshard_after_forward": "always"}, {"reshard_after_forward": "never"}, {"prefetch_blocks": 2}
+    )]  # fmt: skip
+    return found, [reshard_after_forward(config) for config in pipeline]
+
+
+def test_options_say_when_parameters_are_gathered_and_freed():
+    for found, pipeline in run_ranks(_gathered_by_option, 2):
+        auto, always, never, ahead = found
+        assert auto[0] == (False, True)  # of a block, of the embedding
+        assert always[0] == (False, False) and never[0] == (True, True)
+        assert auto[1] == [False] * 4 and ahead[1] == [False, True, True, False]
+        assert pipeline == [False, True]
 
 
 def _evaluate():

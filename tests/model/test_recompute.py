@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from functools import partialmethod
 
 import pytest
 import torch
 from attrs import evolve
+from torch import nn
 from torch.func import functional_call
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,8 +64,7 @@ def _loss_and_gradient(config, mode, compiled=False):
     if mode != "none":
         apply_activation_checkpointing(model, mode)
     if compiled:
-        for block in model.blocks.children():
-            block.compile(backend="aot_eager")
+        compile_blocks(model, experts=False)
     params = {f"model.{name}": p.requires_grad_() for name, p in init_params(model, config, 0).items()}
     return functional_call(_Run(model), params, (IDS,))
 
@@ -79,9 +80,19 @@ def test_recomputation_gives_the_same_gradient_bit_for_bit_and_keeps_less(name, 
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_compiled_blocks_are_recomputed_to_the_same_gradient(name):
+def test_compiled_blocks_are_recomputed_to_the_same_gradient(name, monkeypatch):
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     loss, gradient, _ = _loss_and_gradient(MODELS[name], "none")
     same_loss, same_gradient, _ = _loss_and_gradient(MODELS[name], "selective", compiled=True)
+    torch.testing.assert_close(same_loss, loss)
+    torch.testing.assert_close(same_gradient, gradient)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_blocks_with_experts_are_compiled_around_their_products_in_fp32(mode, monkeypatch):
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    loss, gradient, _ = _loss_and_gradient(MODELS["experts"], "none")
+    same_loss, same_gradient, _ = _loss_and_gradient(MODELS["experts"], mode, compiled=True)
     torch.testing.assert_close(same_loss, loss)
     torch.testing.assert_close(same_gradient, gradient)
 
