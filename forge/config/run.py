@@ -12,6 +12,7 @@ from forge.errors import ConfigError
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
 MONTH = 30 * 24 * 3600
 """In seconds."""
+Reshard = Literal["auto", "always", "never"]
 
 
 @frozen
@@ -24,6 +25,10 @@ class DistributedConfig:
     """Replicas of the model."""
     dp_shard: int = field(default=-1, validator=integer(least=-1))
     """Ranks that share one replica's parameters, gradients and optimizer state; -1 = the rest of the world."""
+    reshard_after_forward: Reshard = field(default="auto", validator=one_of(*get_args(Reshard)))
+    """Free gathered parameters until the backward pass; auto = of blocks, and under a pipeline never."""
+    prefetch_blocks: int = field(default=0, validator=integer(least=0))
+    """Blocks whose parameters are gathered ahead of their turn, explicitly; 0 = as FSDP2 does by itself."""
     tp: int = field(default=1, validator=integer(least=1))
     """Tensor parallel ranks."""
     pp: int = field(default=1, validator=integer(least=1))

@@ -48,6 +48,8 @@ class TrainConfig:
     """Where to train; auto = the first CUDA device, else the CPU."""
     precision: Literal["auto", "fp32", "bf16"] = field(default="auto", validator=one_of("auto", "fp32", "bf16"))
     """Dtype of the forward and backward pass; auto = bf16 on CUDA, fp32 on a CPU. The loss is always fp32."""
+    fp8: bool = field(default=False, validator=boolean())
+    """Products of the blocks' projections in fp8 (pip install 'forge[fp8]'; CUDA of capability 8.9 or newer)."""
     param_dtype: Literal["fp32", "bf16"] = field(default="fp32", validator=one_of("fp32", "bf16"))
     """Dtype of the stored parameters; bf16 ones are updated through fp32 masters in the optimizer state."""
     grad_clip_norm: float | None = field(default=1.0, validator=optional(number(above=0)))
@@ -60,8 +62,11 @@ class TrainConfig:
     """Weight of logsumexp(logits)^2 over target tokens (PaLM 2022, sec. 5: 1e-4)."""
     label_smoothing: float = field(default=0.0, validator=number(least=0, most=0.999999))
     """Share of each target spread evenly over the vocabulary."""
-    activation_checkpointing: Literal["none", "full"] = field(default="none", validator=one_of("none", "full"))
-    """full recomputes each block in the backward pass and keeps only its input."""
+    activation_checkpointing: Literal["none", "selective", "full"] = field(
+        default="none", validator=one_of("none", "selective", "full")
+    )
+    """full computes each block again in the backward pass and keeps only its input; selective keeps besides what
+    attention, collectives and every second matrix product returned."""
     compile: bool = field(default=False, validator=boolean())
     """torch.compile, block by block."""
     deterministic: bool = field(default=False, validator=boolean())

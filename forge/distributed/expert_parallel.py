@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
@@ -97,9 +98,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> Tensor:
-        rows = x.new_empty(sum(here), *x.shape[1:])
-        dist.all_to_all_single(rows, x.contiguous(), here, there, group=group)
-        return rows
+        # The functional form, so that selective recomputation can keep what came.
+        return funcol.wait_tensor(funcol.all_to_all_single(x.contiguous(), here, there, group))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, list[int], list[int], dist.ProcessGroup], output: Tensor) -> None:

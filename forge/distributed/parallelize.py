@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from forge.config import JobConfig
 from forge.distributed.context_parallel import apply_context_parallel
 from forge.distributed.expert_parallel import apply_expert_parallel
-from forge.distributed.fsdp import apply_fsdp, fsdp_modules
+from forge.distributed.fsdp import apply_fsdp
 from forge.distributed.mesh import Mesh
 from forge.distributed.pipeline import Stages, build_stages
 from forge.distributed.shards import local_part, shard_of
 from forge.distributed.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
-from forge.errors import ConfigError
 from forge.model import Transformer
+from forge.model.fp8 import apply_fp8
 from forge.model.init import init_tensor
 from forge.model.recompute import apply_activation_checkpointing, compile_blocks
 
@@ -22,7 +22,9 @@ from forge.model.recompute import apply_activation_checkpointing, compile_blocks
 def parallelize(
     model: Transformer, config: JobConfig, mesh: Mesh | None, *, compute_dtype: torch.dtype, param_dtype: torch.dtype
 ) -> None:
-    """CP, EP, TP, recomputation, compilation, FSDP2, in this order and in place; without a mesh the local ones."""
+    """FP8, CP, EP, TP, recomputation, compilation, FSDP2, in this order and in place; without a mesh the local ones."""
+    if config.train.fp8:
+        apply_fp8(model, ranks=1 if mesh is None else mesh.size("tp"))
     if mesh is not None:
         apply_context_parallel(model, config.train.seq_len, mesh)
         apply_expert_parallel(model, mesh)
@@ -30,32 +32,21 @@ def parallelize(
             check_tensor_parallel(config, mesh.size("tp"))
             apply_tensor_parallel(model, mesh)
     if config.train.activation_checkpointing != "none":
-        apply_activation_checkpointing(model)
+        apply_activation_checkpointing(model, config.train.activation_checkpointing)
     if config.train.compile:
-        if config.model.moe.n_experts and compute_dtype == torch.float32:
-            raise ConfigError(
-                "train.compile = true: torch compiles the grouped product of experts in bf16 only: set train.precision"
-                " = bf16, or leave compile off"
-            )
-        compile_blocks(model)
+        compile_blocks(model, experts=compute_dtype == torch.bfloat16)
     if mesh is not None:
         model.to(param_dtype)
-        apply_fsdp(model, mesh, compute_dtype=compute_dtype, param_dtype=param_dtype)
+        apply_fsdp(model, mesh, config.distributed, compute_dtype=compute_dtype, param_dtype=param_dtype)
 
 
 def parallelize_stages(
     model: Transformer, config: JobConfig, mesh: Mesh, *, compute_dtype: torch.dtype, param_dtype: torch.dtype
 ) -> Stages:
-    """Cut the model into pipeline stages, and `parallelize` those of this rank.
-
-    Between the micro-batches of an update a stage keeps its parameters gathered and its gradients unreduced: schedules
-    that split the backward pass need the parameters that the forward pass had.
-    """
+    """Cut the model into pipeline stages, and `parallelize` those of this rank."""
     stages = build_stages(model, config, mesh)
     for stage in stages.transformers:
         parallelize(stage, config, mesh, compute_dtype=compute_dtype, param_dtype=param_dtype)
-    for module in fsdp_modules(stages):
-        module.set_reshard_after_forward(False, recurse=False)
     return stages
 
 

@@ -67,12 +67,24 @@ def check_pipeline(config: JobConfig, data_ranks: int) -> None:
             f"model.n_layers = {config.model.n_layers} is fewer than the {stages} pipeline stages (distributed.pp ="
             f" {chosen.pp} x {virtual} a rank): lower distributed.pp or pp_virtual_stages"
         )
-    if schedule == "zero_bubble" and config.train.compile:
-        raise ConfigError(
-            "distributed.pp_schedule = zero_bubble splits the backward pass, which compiled blocks do not allow:"
-            " set train.compile = false, or choose interleaved_1f1b"
-        )
+    if schedule == "zero_bubble":
+        _check_split_backward(config)
     _check_micro_batches(config, config.accumulation_steps(data_ranks))
+
+
+def _check_split_backward(config: JobConfig) -> None:
+    """Refuse what cannot be run twice for one forward pass: for the gradient of the input, then of the weights."""
+    if config.train.compile:
+        problem = "which compiled blocks do not allow: set train.compile = false"
+    elif config.train.activation_checkpointing == "selective":
+        problem = "and selective recomputation hands out what it kept once: set train.activation_checkpointing = full"
+    elif config.distributed.reshard_after_forward == "always":
+        problem = "and needs the same gathered parameters twice: set distributed.reshard_after_forward = auto"
+    else:
+        return
+    raise ConfigError(
+        f"distributed.pp_schedule = zero_bubble splits the backward pass, {problem}, or choose interleaved_1f1b"
+    )
 
 
 def _check_micro_batches(config: JobConfig, micro_batches: int) -> None:

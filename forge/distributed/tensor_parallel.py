@@ -45,14 +45,19 @@ SEQUENCE = 1  # the dimension of (B, S, dim)
 
 
 def check_tensor_parallel(config: JobConfig, ranks: int) -> None:
-    """Refuse a model that `ranks` tensor-parallel ranks cannot share evenly.
+    """Refuse a model that `ranks` tensor-parallel ranks cannot share: evenly, but for the vocabulary's rows.
 
     Raises:
-        ConfigError: names every number that does not divide.
+        ConfigError: names the number that does not divide.
     """
     for what, number in _shared_evenly(config):
         if number % ranks:
             raise ConfigError(f"{what} = {number} is not divisible by distributed.tp = {ranks}: change one of them")
+    rows = config.model.vocab_size
+    if -(-rows // ranks) * (ranks - 1) >= rows:
+        raise ConfigError(
+            f"model.vocab_size = {rows} leaves no row for the last of distributed.tp = {ranks} ranks: lower tp"
+        )
 
 
 def _shared_evenly(config: JobConfig) -> Iterator[tuple[str, int]]:
@@ -60,7 +65,6 @@ def _shared_evenly(config: JobConfig) -> Iterator[tuple[str, int]]:
     model, layers = config.model, range(config.model.n_layers)
     yield "model.n_heads", model.query_heads
     yield "model.n_kv_heads", model.kv_heads
-    yield "model.vocab_size", model.vocab_size
     if not all(model.is_moe_layer(layer) for layer in layers):
         yield "model.ffn_hidden_dim", model.ffn_width
     if any(model.is_moe_layer(layer) for layer in layers):

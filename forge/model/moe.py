@@ -20,6 +20,7 @@ class RouterStats(NamedTuple):
     """What one router did with T tokens."""
 
     loss: Tensor  # fp32 (): weighted auxiliary losses, differentiable
+    entropy: Tensor  # fp32 (): of the distribution over the experts, nats, summed over the tokens
     counts: Tensor  # int64 (E,): assignments to each expert, dropped ones included
     dropped: Tensor  # int64 (): assignments beyond capacity
 
@@ -69,7 +70,8 @@ class Router(nn.Module):
         chosen = experts if everywhere is None else everywhere(experts)
         of_all = counts if everywhere is None else assignments(chosen, self.config.n_experts)
         loss = self._losses(logits, shares, of_all)
-        return Routing(chosen, experts, weights, RouterStats(loss, counts, torch.zeros_like(counts.sum())))
+        stats = RouterStats(loss, _entropy(shares), counts, torch.zeros_like(counts.sum()))
+        return Routing(chosen, experts, weights, stats)
 
     def _losses(self, logits: Tensor, shares: Tensor, counts: Tensor) -> Tensor:
         """Switch balance loss (1 when balanced) and ST-MoE z-loss, each with its weight.
@@ -83,6 +85,11 @@ class Router(nn.Module):
         if self.config.router_z_loss_weight:
             loss = loss + self.config.router_z_loss_weight * logits.logsumexp(dim=-1).square().mean()
         return loss
+
+
+def _entropy(shares: Tensor) -> Tensor:
+    """-sum p ln p over experts and tokens of distributions (T, E), without a gradient."""
+    return torch.special.entr(shares.detach()).sum()
 
 
 def assignments(experts: Tensor, count: int) -> Tensor:

@@ -2,23 +2,93 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
+from itertools import count
+from typing import Any, Literal
 
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
+from forge.model.moe import MoE
 from forge.model.transformer import Transformer
 
+_aten, _functional = torch.ops.aten, torch.ops._c10d_functional
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default, _aten._scaled_mm.default}
+_KEPT = {
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _functional.reduce_scatter_tensor.default,
+    _functional.all_to_all_single.default,
+    _aten.max.default,  # the scale of an fp8 tensor: one number
+}
 
-def apply_activation_checkpointing(model: Transformer) -> None:
+
+def apply_activation_checkpointing(model: Transformer, mode: Literal["full", "selective"] = "full") -> None:
     """Keep only each block's input and compute the block again in the backward pass.
 
-    The model has no randomness in its forward pass, so no RNG state is kept either.
+    `selective` keeps besides what is dear to compute again and small: what attention, collectives and every second
+    matrix product returned (torchtitan's "op" policy). The model has no randomness in its forward pass, so no RNG state
+    is kept.
+    """
+    contexts = _selective_contexts if mode == "selective" else noop_context_fn
+    for block in model.blocks.children():
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
+
+
+def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Those of one block's forward pass, and of the same operations computed again."""
+    products = count(1)
+
+    def policy(_: Any, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = next(products) % 2 == 1 if op in _PRODUCTS else op in _KEPT
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    forward, again = create_selective_checkpoint_contexts(policy)
+    return forward, _Reuse(again)
+
+
+class _Reuse(TorchDispatchMode):
+    """Hands out what was kept. Torch's own mode wants every other operation to be the same again too.
+
+    Gathering parameters, which FSDP2 does for experts inside a block, is not when it happens in the backward pass.
+    """
+
+    def __init__(self, kept: TorchDispatchMode) -> None:
+        super().__init__()
+        self._kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As torch's own."""
+        return True
+
+    def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op in _PRODUCTS or op in _KEPT:
+            return self._kept.__torch_dispatch__(op, types, args, kwargs)
+        return op(*args, **(kwargs or {}))
+
+
+def compile_blocks(model: Transformer, *, experts: bool = True) -> None:
+    """torch.compile each block in place; blocks of one shape share the compiled code. After checkpointing.
+
+    Args:
+        experts: compile their products too. Torch can in bf16 only; without them a block is compiled in two pieces, and
+            one that is recomputed not at all, since a checkpoint takes no piece.
     """
     for block in model.blocks.children():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-
-
-def compile_blocks(model: Transformer) -> None:
-    """torch.compile each block in place; blocks of one shape share the compiled code. After checkpointing."""
-    for block in model.blocks.children():
+        mlp = block.mlp
+        if isinstance(mlp, MoE) and not experts:
+            mlp.experts.forward = torch.compiler.disable(mlp.experts.forward)  # type: ignore[method-assign]
         block.compile()

@@ -88,11 +88,12 @@ class Run(nn.Module):
     def forward(self, micro: Micro, loss_fn: LossFn, then: Callable[[Tensor], None]) -> LossSums:
         batch = micro.batch
 
-        def output(hidden: Tensor, head_weight: Tensor, blocks: list[BlockOutput]) -> LossSums:
+        def output(hidden: Tensor, head_weight: Tensor, blocks: list[BlockOutput]) -> tuple[Tensor, LossSums]:
             sums = loss_fn(hidden, head_weight, batch.labels, batch.source_ids)
-            return _with_routers(sums, blocks, micro.targets * micro.share)
+            sums = _with_routers(sums, blocks, micro.targets * micro.share)
+            return sums.total, sums  # FSDP2 sees what a backward pass will begin with in tuples, not in our classes
 
-        sums = self.model(batch.input_ids, batch.doc_ids, output=output, **micro.router_bias)
+        _, sums = self.model(batch.input_ids, batch.doc_ids, output=output, **micro.router_bias)
         then(sums.total / micro.targets.clamp(min=1))
         return sums
 
@@ -103,8 +104,14 @@ def _with_routers(sums: LossSums, blocks: list[BlockOutput], weight: Tensor) -> 
     if not routers:
         return sums
     aux = weight * torch.stack([router.loss for router in routers.values()]).sum()
-    counts = {index: router.counts for index, router in routers.items()}
-    return evolve(sums, total=sums.total + aux, aux=aux.detach(), router_counts=counts)
+    return evolve(
+        sums,
+        total=sums.total + aux,
+        aux=aux.detach(),
+        router_counts={index: router.counts for index, router in routers.items()},
+        router_entropy=torch.stack([router.entropy for router in routers.values()]).sum(),
+        router_dropped=torch.stack([router.dropped for router in routers.values()]).sum(),
+    )
 
 
 def _build_objective(model: nn.Module, loss_fn: LossFn, compute_dtype: torch.dtype) -> Objective:

@@ -88,12 +88,21 @@ class _Pipe:
         if not routed:
             return sums
         counts = dict.fromkeys(routed, torch.zeros(config.moe.n_experts, dtype=torch.int64, device=self.device))
-        aux = torch.zeros((), device=self.device)
+        aux = entropy = torch.zeros((), device=self.device)
+        dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         for layer, block in zip(layers, blocks, strict=True):
             if block.router is not None:
                 counts[layer] = block.router.counts
                 aux = aux + micro.targets * micro.share * block.router.loss
-        return evolve(sums, total=sums.total + aux, aux=aux.detach(), router_counts=counts)
+                entropy, dropped = entropy + block.router.entropy, dropped + block.router.dropped
+        return evolve(
+            sums,
+            total=sums.total + aux,
+            aux=aux.detach(),
+            router_counts=counts,
+            router_entropy=entropy,
+            router_dropped=dropped,
+        )
 
 
 def build_pipeline_value_and_grad(

@@ -99,6 +99,8 @@ def _report(step: int, result: StepResult, loop: Loop, force: bool) -> None:
     """Log on logging steps; nothing waits for the device on the others."""
     loop.beat(f"in the log and the hooks of step {step}")
     parts = {"ce_loss": result.ce_loss, "z_loss": result.z_loss, "aux_loss": result.aux_loss}
+    routing = {name: getattr(result, name) for name in ("moe_balance", "moe_entropy", "moe_dropped")}
+    parts |= {name: value for name, value in routing.items() if value is not None}
     by_source = None
     if result.source_loss is not None and result.source_tokens is not None:
         by_source = (result.source_loss, result.source_tokens)

@@ -39,6 +39,8 @@ class LossSums:
     source_ce: Tensor | None = None  # fp32 (sources,)
     source_tokens: Tensor | None = None  # int64 (sources,)
     router_counts: dict[str, Tensor] | None = None  # by block index: int64 (E,), assignments to each expert
+    router_entropy: Tensor | None = None  # fp32 (): over tokens and layers, nats
+    router_dropped: Tensor | None = None  # int64 (): assignments beyond capacity
 
 
 Losses = Callable[[Tensor, Tensor, Tensor, LossOptions, int], TokenLosses]

@@ -14,6 +14,7 @@ from forge.distributed.parallelize import allocate, materialize, parallelize, pa
 from forge.distributed.pipeline import Stages, build_pipeline_norm, gather_stages
 from forge.distributed.shards import as_sharded, local_part, sharded_norm, tree_whole
 from forge.model import Transformer, build_model, init_params
+from forge.model.fp8 import check_fp8
 from forge.pytree import PyTree
 from forge.training.eval import EvalStep, build_eval_step
 from forge.training.extras import init_extras
@@ -80,6 +81,8 @@ def build_parts(config: JobConfig, runtime: Runtime) -> Parts:
 
 def _parallelized(model: Transformer, config: JobConfig, runtime: Runtime) -> Transformer | Stages:
     """The model in this process's layout; a pipeline rank has its stages only."""
+    if config.train.fp8:
+        check_fp8(runtime.device, runtime.compute_dtype)
     dtypes = {"compute_dtype": runtime.compute_dtype, "param_dtype": runtime.param_dtype}
     if runtime.mesh is not None and runtime.mesh.size("pp") > 1:
         return parallelize_stages(model, config, runtime.mesh, **dtypes)

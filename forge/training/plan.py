@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge.config import JobConfig
@@ -22,13 +24,31 @@ from forge.training.parts import Parts, build_parts, template_state
 from forge.training.runtime import build_runtime
 
 
-class _GroupedMM(TorchDispatchMode):
-    """The shape of a grouped product in any dtype: torch's own rule refuses fp32, which the CPU kernel takes."""
+class _Made(TorchDispatchMode):
+    """What operations made, for as long as something holds it.
+
+    A grouped product gets its shape here: torch's own rule refuses fp32, which the CPU kernel takes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default:
-            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
-        return func(*args, **(kwargs or {}))
+            out = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+        else:
+            out = func(*args, **(kwargs or {}))
+        for tensor in torch_pytree.tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        return out
+
+    def held(self) -> dict[int, int]:
+        """Bytes of each storage that is left."""
+        left = [storage for storage in (reference() for reference in self._storages.values()) if storage is not None]
+        return {storage._cdata: storage.nbytes() for storage in left}
 
 
 @frozen
@@ -108,7 +128,7 @@ def measured_tflops(config: JobConfig) -> float:
 def activation_bytes(config: JobConfig, parts: Parts) -> int:
     """Bytes that autograd keeps of one micro-batch's forward pass, counted on tensors without storage.
 
-    With activation checkpointing, one block's own activations are added: they live while it is computed again.
+    With activation checkpointing, what one block computes again is added: it lives while its gradient is made.
     """
     kept = saved_bytes(config, parts)
     if config.train.activation_checkpointing == "none":
@@ -122,8 +142,11 @@ def _without_checkpointing(config: JobConfig) -> JobConfig:
 
 
 def _uncompiled(config: JobConfig) -> JobConfig:
-    """Nothing to compile: the plan's tensors have no storage. What a compiler fuses away is not counted off."""
-    return evolve(config, train=evolve(config.train, compile=False))
+    """Nothing to compile: the plan's tensors have no storage. What a compiler fuses away is not counted off.
+
+    Nor fp8, of which autograd keeps nothing: it keeps what was rounded.
+    """
+    return evolve(config, train=evolve(config.train, compile=False, fp8=False))
 
 
 def learned_names(config: JobConfig, params: dict[str, Tensor]) -> frozenset[str]:
@@ -145,7 +168,7 @@ def saved_bytes(config: JobConfig, parts: Parts) -> int:
         storages[storage._cdata] = storage.nbytes()
         return tensor
 
-    with FakeTensorMode(), _GroupedMM(), torch.enable_grad():
+    with FakeTensorMode(), torch.enable_grad():
         ids = torch.zeros(config.train.micro_batch_size, config.train.seq_len, dtype=torch.int64)
         doc_ids = ids.clone() if config.data.isolate_documents else None
         params = {
@@ -156,11 +179,13 @@ def saved_bytes(config: JobConfig, parts: Parts) -> int:
         def output(hidden: Tensor, weight: Tensor, _: list[BlockOutput]) -> LossSums:
             return loss_fn(hidden, weight, ids.clone(), None)
 
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            result = functional_call(parts.model, params, (ids, doc_ids), {"output": output})
+        with _Made() as made, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            total = functional_call(parts.model, params, (ids, doc_ids), {"output": output}).total
+        if config.train.activation_checkpointing == "selective":
+            storages |= made.held()  # what it keeps is none of autograd's tensors
         for parameter in params.values():
             storages.pop(parameter.untyped_storage()._cdata, None)
-        del result
+        del total
     return sum(storages.values())
 
 

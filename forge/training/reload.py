@@ -56,8 +56,10 @@ def load_run(run_dir: str | Path, *, step: int = -1, device: Device = "auto") ->
     root = Path(run_dir) / "checkpoints"
     path = choose_checkpoint(root, step)
     config = load_config(path / "config.toml")
-    # Without a backward pass there is nothing to recompute, and one evaluation does not pay for compiling.
-    config = evolve(config, train=evolve(config.train, device=device, compile=False, activation_checkpointing="none"))
+    # Without a backward pass there is nothing to recompute, one evaluation does not pay for compiling, and weights
+    # trained through fp8 products are whole.
+    train = evolve(config.train, device=device, compile=False, activation_checkpointing="none", fp8=False)
+    config = evolve(config, train=train)
     parts = build_parts(config, build_runtime(config))
     return Trained(config, parts, restore(path, config, parts))
 

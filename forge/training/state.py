@@ -42,6 +42,9 @@ class StepResult:
     skipped: Tensor  # bool (): the update was not made (not finite, no target, a spike)
     source_loss: Tensor | None = None  # fp32 (sources,): summed cross entropy by source
     source_tokens: Tensor | None = None  # int64 (sources,)
+    moe_balance: Tensor | None = None  # fp32 (): load of the busiest expert over the mean load, a mean over layers
+    moe_entropy: Tensor | None = None  # fp32 (): of the routers' distributions, nats, a mean over tokens and layers
+    moe_dropped: Tensor | None = None  # fp32 (): share of the assignments that capacity dropped
 
 
 def init_state(params: dict[str, Tensor], opt_state: PyTree, extras: PyTree | None = None) -> TrainState:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forge.config import JobConfig
 from forge.pytree import foreach_norm, tree_norm
-from forge.training.extras import balance_routers
+from forge.training.extras import balance_routers, routing
 from forge.training.grad import ValueAndGrad, clip_factor
 from forge.training.loss import LossSums
 from forge.training.optimizer import Optimizer, apply_update
@@ -74,12 +74,12 @@ def build_train_step(
             opt_state=opt_state,
             extras=balance_routers(extras, sums.router_counts, good, config.model.moe.bias_update_rate),
         )
-        return after, _result(sums, grad_norm, lr, ~good)
+        return after, _result(sums, grad_norm, lr, ~good, routing(sums, config.model.moe.top_k))
 
     return train_step
 
 
-def _result(sums: LossSums, grad_norm: Tensor, lr: Tensor, skipped: Tensor) -> StepResult:
+def _result(sums: LossSums, grad_norm: Tensor, lr: Tensor, skipped: Tensor, routers: dict[str, Tensor]) -> StepResult:
     targets = sums.tokens.clamp(min=1)
     return StepResult(
         loss=sums.total / targets,
@@ -92,4 +92,5 @@ def _result(sums: LossSums, grad_norm: Tensor, lr: Tensor, skipped: Tensor) -> S
         skipped=skipped,
         source_loss=sums.source_ce,
         source_tokens=sums.source_tokens,
+        **routers,
     )

@@ -25,7 +25,7 @@ JOBS = {
     "learned positions, tied": evolve(
         JOB, model=evolve(MODEL, position="learned", tied_embeddings=True), train=evolve(SHORT, micro_batch_size=2)
     ),
-    "recomputed": evolve(JOB, train=evolve(SHORT, activation_checkpointing="full")),
+    "recomputed": evolve(JOB, train=evolve(SHORT, activation_checkpointing="selective")),
     "experts with aux loss and capacity": evolve(JOB, model=evolve(MOE, moe=SOFTMAX), train=SHORT),
 }
 CASES = {

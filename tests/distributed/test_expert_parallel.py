@@ -25,6 +25,7 @@ SOFTMAX = evolve(MOE.moe, router="softmax", aux_loss_weight=0.02, router_z_loss_
 JOBS = {
     "softmax with capacity": evolve(JOB, model=evolve(MOE, moe=SOFTMAX), train=SHORT),
     "recomputed": evolve(SIGMOID, train=evolve(SHORT, activation_checkpointing="full", micro_batch_size=2)),
+    "selectively recomputed": evolve(SIGMOID, train=evolve(SHORT, activation_checkpointing="selective")),
     "muon, every other layer": evolve(
         SIGMOID, model=evolve(MOE, moe=evolve(MOE.moe, frequency=2)), train=SHORT, optimizer=Muon(adam_lr=1e-2)
     ),
@@ -32,8 +33,8 @@ JOBS = {
 }
 CASES = {
     2: [("fsdp2", {}, "two experts"), ("ep2", {"ep": 2}, "softmax with capacity"),
-        ("ep2", {"ep": 2}, "recomputed")],
-    4: [("fsdp2 x ep2", {"ep": 2}, "softmax with capacity"),
+        ("ep2", {"ep": 2}, "recomputed"), ("ep2", {"ep": 2}, "selectively recomputed")],
+    4: [("fsdp2 x ep2", {"ep": 2, "prefetch_blocks": 2}, "softmax with capacity"),
         ("fsdp2 x ep2", {"ep": 2}, "muon, every other layer"), ("fsdp2 x ep2", {"ep": 2}, "two experts"),
         ("fsdp4", {}, "two experts"), ("ddp2 x ep2", {"ep": 2, "dp_replicate": 2}, "two experts"),
         ("cp2 x ep2", {"ep": 2, "cp": 2}, "softmax with capacity")],
@@ -47,12 +48,14 @@ class Routed(NamedTuple):
 
     counts: list[Tensor]  # by layer, of the global batch
     aux: float
+    routing: dict[str, float]  # of the first update
     biases: list[Tensor]  # after three updates
     starved: dict[str, Tensor]  # gradients of the experts where all tokens go to the first two
 
 
 def _route(layout):
-    job = evolve(SIGMOID, distributed=DistributedConfig(**layout))
+    crowded = evolve(MOE, moe=evolve(MOE.moe, capacity_factor=1.0))
+    job = evolve(SIGMOID, model=crowded, distributed=DistributedConfig(**layout))
     with open_runtime(job) as runtime:
         parts = build_parts(job, runtime)
         state, seam = initial_state(job, parts), seam_for(job, parts)
@@ -61,12 +64,17 @@ def _route(layout):
         starved = {"router_bias": dict.fromkeys(state.extras["router_bias"], STARVED)}
         grads = seam(state.params, starved, batches[0])[1]
         experts = {name: whole(grad) for name, grad in grads.items() if ".experts." in name}
-        step_at = step_for(job, parts)
+        step_at, results = step_for(job, parts), []
         for n, batch in enumerate(batches):
             step, state = step_at(n, state)
-            state, _ = step(state, batch)
+            state, result = step(state, batch)
+            results.append(result)
         return Routed(
-            list(sums.router_counts.values()), float(sums.aux), list(state.extras["router_bias"].values()), experts
+            list(sums.router_counts.values()),
+            float(sums.aux),
+            {name: float(getattr(results[0], name)) for name in ("moe_balance", "moe_entropy", "moe_dropped")},
+            list(state.extras["router_bias"].values()),
+            experts,
         )
 
 
@@ -109,6 +117,7 @@ def test_what_the_routers_did_is_that_of_the_global_batch(ranks, routed, world_s
     for rank in ranks[world_size]:
         assert all(torch.equal(a, b) for a, b in zip(rank[1].counts, routed.counts, strict=True))
         assert rank[1].aux == pytest.approx(routed.aux, rel=1e-6)
+        assert rank[1].routing == pytest.approx(routed.routing, rel=1e-5) and rank[1].routing["moe_dropped"] > 0
         assert all(torch.equal(a, b) for a, b in zip(rank[1].biases, routed.biases, strict=True))
 
 

@@ -7,7 +7,9 @@ import torch
 from attrs import evolve
 from torch.distributed.tensor import DTensor
 
-from forge.config import SGD, FreezeStage, Lion, NoSchedule, ScheduleFree
+from forge.config import SGD, DistributedConfig, FreezeStage, Lion, NoSchedule, ScheduleFree
+from forge.distributed.fsdp import reshard_after_forward
+from forge.distributed.parallelize import materialize
 from forge.errors import ConfigError
 from forge.pytree import tree_leaves
 from forge.training.optimizer import eval_params
@@ -22,15 +24,21 @@ JOBS = {
     "sgd": evolve(JOB, optimizer=SGD()),
     "schedule_free": evolve(JOB, optimizer=ScheduleFree(lr=1e-2), scheduler=NoSchedule()),
     "recomputed": evolve(JOB, train=evolve(TRAIN, activation_checkpointing="full")),
+    "selectively recomputed": evolve(JOB, train=evolve(TRAIN, activation_checkpointing="selective")),
     "bf16 weights": evolve(JOB, train=evolve(TRAIN, param_dtype="bf16", precision="fp32")),
     "frozen for three steps": evolve(
         JOB, train=evolve(TRAIN, freeze=(FreezeStage(("blocks.1.*", "embed*")), FreezeStage(("*",), False, 3)))
     ),
 }
+OPTIONS = {
+    "freed at once, two ahead": {"reshard_after_forward": "always", "prefetch_blocks": 2},
+    "never freed": {"reshard_after_forward": "never"},
+}
 
 
 def _train_all():
-    return {name: train(job) for name, job in JOBS.items()}
+    curves = {name: train(job) for name, job in JOBS.items()}
+    return curves | {name: train(JOBS["recomputed"], layout) for name, layout in OPTIONS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +46,10 @@ def curves():
     return run_ranks(_train_all, 2)
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", [*JOBS, *OPTIONS])
 def test_sharding_does_not_change_the_training(job, curves):
     exact = job != "bf16 weights"  # gradients of bf16 weights are bf16, and their sum depends on its order
-    alone = train(JOBS[job])
+    alone = train(JOBS.get(job, JOBS["recomputed"]))
     for rank in curves:
         assert_same_curve(
             rank[job],
@@ -89,6 +97,41 @@ def _alone():
     from forge.training.runtime import build_runtime
 
     return build_runtime(JOB)
+
+
+def _gathered(layout):
+    """What is gathered on this rank: after a forward pass, and while the first block computes."""
+    job = evolve(JOB, distributed=DistributedConfig(**layout))
+    with open_runtime(job) as runtime:
+        model = build_parts(job, runtime).model
+        materialize(model, job, runtime.device)
+        blocks, ahead = list(model.blocks.children()), []
+
+        def look(*_):
+            groups = [block._get_fsdp_state()._fsdp_param_groups[0] for block in blocks]
+            ahead.extend(group._all_gather_result is not None for group in groups)
+
+        blocks[0].attn_norm.register_forward_pre_hook(look)
+        model(global_batch(0).input_ids[0], output=lambda hidden, weight, _: hidden)
+        weights = (blocks[0].attn.wq.weight, model.embed.weight)
+        return tuple(not isinstance(weight, DTensor) for weight in weights), ahead
+
+
+def _gathered_by_option():
+    pipeline = DistributedConfig(pp=2), DistributedConfig(pp=2, reshard_after_forward="always")
+    found = [_gathered(layout) for layout in (
+        {}, {"reshard_after_forward": "always"}, {"reshard_after_forward": "never"}, {"prefetch_blocks": 2}
+    )]  # fmt: skip
+    return found, [reshard_after_forward(config) for config in pipeline]
+
+
+def test_options_say_when_parameters_are_gathered_and_freed():
+    for found, pipeline in run_ranks(_gathered_by_option, 2):
+        auto, always, never, ahead = found
+        assert auto[0] == (False, True)  # of a block, of the embedding
+        assert always[0] == (False, False) and never[0] == (True, True)
+        assert auto[1] == [False] * 4 and ahead[1] == [False, True, True, False]
+        assert pipeline == [False, True]
 
 
 def _evaluate():

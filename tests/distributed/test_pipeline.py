@@ -30,19 +30,21 @@ JOBS = {
     "moe": evolve(JOB, model=MOE),
     "learned positions": evolve(JOB, model=evolve(MODEL, position="learned")),
     "recomputed": evolve(JOB, train=evolve(TRAIN, activation_checkpointing="full")),
+    "selectively recomputed": evolve(JOB, train=evolve(TRAIN, activation_checkpointing="selective")),
     "first stage frozen at first": evolve(JOB, train=evolve(TRAIN, freeze=FROZEN)),
     "bf16": evolve(JOB, train=evolve(TRAIN, precision="bf16")),
 }
 F1B1, GPIPE, LOOPED, ZERO = ({"pp": 2, "pp_schedule": s} for s in ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"))
+FREED = {"reshard_after_forward": "always", "prefetch_blocks": 1}
 ZERO_TWICE = ZERO | {"pp_virtual_stages": 2}
 CASES = {
     2: [
         ("moe", F1B1), ("moe", ZERO_TWICE), ("five layers", ZERO_TWICE), ("recomputed", ZERO),
         ("learned positions", GPIPE), ("first stage frozen at first", ZERO),
-        ("bf16", F1B1),
+        ("bf16", F1B1), ("selectively recomputed", LOOPED),
     ],
     4: [
-        ("tied", ZERO), ("moe", LOOPED), ("five tied layers", F1B1 | {"pp": 4}),
+        ("tied", ZERO | FREED), ("moe", LOOPED), ("five tied layers", F1B1 | {"pp": 4}),
     ],
 }  # fmt: skip
 
@@ -109,6 +111,7 @@ def _first_sums(job):
             "doubled": float(doubled.total),
             "aux": float(packed.aux),
             "counts": packed.router_counts,
+            "entropy": float(packed.router_entropy),
             "names": sorted(grads),
             "held": sum(p.numel() for p in tree_leaves(state.params)),
             "left": left,
@@ -141,6 +144,7 @@ def test_every_rank_has_the_sums_and_the_router_counts_of_the_whole_model(stages
         assert stage["aux"] == pytest.approx(one["aux"], rel=1e-5)
         assert stage["counts"].keys() == one["counts"].keys()
         assert all(torch.equal(stage["counts"][layer], count) for layer, count in one["counts"].items())
+        assert stage["entropy"] == pytest.approx(one["entropy"], rel=1e-5) and one["entropy"] > 0
 
 
 def test_each_rank_holds_its_stage_only_and_the_seam_leaves_no_gradient_behind(stages, one):
@@ -209,6 +213,15 @@ def test_layers_left_over_go_to_the_middle_and_never_to_the_stage_with_the_head(
         (
             {"pp": 2, "pp_schedule": "zero_bubble"}, 1, evolve(JOB, train=evolve(TRAIN, compile=True)),
             ("zero_bubble", "train.compile"),
+        ),
+        (
+            {"pp": 2, "pp_schedule": "zero_bubble", "reshard_after_forward": "always"}, 1, JOB,
+            ("zero_bubble", "reshard_after_forward = auto"),
+        ),
+        (
+            {"pp": 2, "pp_schedule": "zero_bubble"}, 1,
+            evolve(JOB, train=evolve(TRAIN, activation_checkpointing="selective")),
+            ("zero_bubble", "activation_checkpointing = full"),
         ),
     ],
 )  # fmt: skip

@@ -33,14 +33,16 @@ def _job(train=FEW, **model):
 
 JOBS = {
     "llama": _job(train=evolve(TRAIN, micro_batch_size=2)),
+    "tied": _job(tied_embeddings=True, vocab_size=37),
     "gpt2": _job(norm="layernorm", bias=True, mlp="gelu", position="learned", n_kv_heads=4, qk_norm=False),
     "tied gpt2 with head norms": _job(norm="layernorm", bias=True, position="learned", tied_embeddings=True),
     "windowed and capped": _job(sliding_window=5, logit_softcap=3.0, train=evolve(FEW, label_smoothing=0.1)),
     "recomputed": _job(train=evolve(FEW, activation_checkpointing="full")),
+    "selectively recomputed": _job(train=evolve(FEW, activation_checkpointing="selective")),
     "frozen for three steps": _job(
         train=evolve(FEW, freeze=(FreezeStage(("blocks.1.*", "embed*", "norm*")), FreezeStage(("*",), False, 3)))
     ),
-    "uneven": _job(ffn_hidden_dim=34, vocab_size=38),  # 17 and 19 rows a rank, which FSDP2 cuts again
+    "uneven": _job(ffn_hidden_dim=34, vocab_size=37),  # 17 and 17, 19 and 18 rows a rank, which FSDP2 cuts again
     "experts": evolve(
         JOB, model=evolve(MOE, n_layers=2, moe=evolve(MOE.moe, shared_expert_gate=True, norm_topk_prob=False)), train=FEW
     ),
@@ -128,8 +130,8 @@ def _tp_dims(param):
 
 
 def _refusal():
-    """What a model that two ranks cannot share is answered with, and whether anything was allocated by then."""
-    job = evolve(_job(vocab_size=37), distributed=evolve(JOB.distributed, tp=2))
+    """What a model that two ranks cannot share is answered with, before there is a state."""
+    job = evolve(_job(ffn_hidden_dim=35), distributed=evolve(JOB.distributed, tp=2))
     with open_runtime(job) as runtime:
         try:
             build_parts(job, runtime)
@@ -140,7 +142,7 @@ def _refusal():
 def _compiled():
     """The curve of compiled blocks, without the time that kernels take to make."""
     with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
-        return train(_job(train=evolve(FEW, compile=True)), TP2)
+        return train(_job(train=evolve(FEW, compile=True, activation_checkpointing="selective")), TP2)
 
 
 def _on_ranks(world_size):
@@ -210,9 +212,11 @@ def test_the_norm_counts_each_element_once_however_it_is_cut_or_copied(ranks):
         torch.testing.assert_close(norm, expected)
 
 
-def test_a_vocabulary_that_cannot_be_shared_is_refused_before_anything_is_allocated(ranks):
+def test_a_width_that_cannot_be_shared_is_refused_before_anything_is_allocated(ranks):
     for _, found in ranks[2]:
-        assert found["refused"] == "model.vocab_size = 37 is not divisible by distributed.tp = 2: change one of them"
+        assert (
+            found["refused"] == "model.ffn_hidden_dim = 35 is not divisible by distributed.tp = 2: change one of them"
+        )
 
 
 @pytest.mark.parametrize(
@@ -221,12 +225,16 @@ def test_a_vocabulary_that_cannot_be_shared_is_refused_before_anything_is_alloca
         ({"n_heads": 2, "n_kv_heads": 2}, r"model.n_heads = 2 is not divisible by distributed.tp = 4"),
         ({}, r"model.n_kv_heads = 2 is not divisible by distributed.tp = 4"),
         ({"n_kv_heads": 4, "ffn_hidden_dim": 50}, r"model.ffn_hidden_dim = 50 is not divisible by distributed.tp = 4"),
-        ({"n_kv_heads": 4, "vocab_size": 38}, r"model.vocab_size = 38 is not divisible by distributed.tp = 4"),
+        ({"n_kv_heads": 4, "vocab_size": 9}, r"model.vocab_size = 9 leaves no row for the last of distributed.tp = 4"),
     ],
 )
 def test_what_ranks_cannot_share_evenly_is_named_with_its_number(changes, message):
     with pytest.raises(ConfigError, match=message):
         check_tensor_parallel(evolve(JOB, model=evolve(MODEL, **changes)), 4)
+
+
+def test_a_vocabulary_that_ranks_do_not_divide_is_shared():
+    check_tensor_parallel(evolve(JOB, model=evolve(MODEL, n_kv_heads=4, vocab_size=50257)), 4)
 
 
 def test_a_sequence_and_experts_that_ranks_cannot_share_are_named():

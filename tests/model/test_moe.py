@@ -101,6 +101,20 @@ def test_a_balanced_router_has_an_auxiliary_loss_of_its_weight():
     assert float(stats.loss) == pytest.approx(0.5)
 
 
+def test_the_entropy_is_summed_over_the_tokens_and_has_no_gradient():
+    for router, logit in (("softmax", math.log(3)), ("sigmoid", 0.0)):
+        layer, params = _layer(_config(router=router))
+        params["router.weight"].zero_().requires_grad_()
+        x = torch.zeros(1, 5, 8)
+        _, even = functional_call(layer, params, (x,))
+        assert float(even.entropy) == pytest.approx(5 * math.log(4)) and not even.entropy.requires_grad
+        with torch.no_grad():
+            params["router.weight"][0, 0] = logit
+        _, skewed = functional_call(layer, params, (torch.ones(1, 5, 8),))
+        p = [math.exp(logit) / (math.exp(logit) + 3), *[1 / (math.exp(logit) + 3)] * 3]
+        assert float(skewed.entropy) == pytest.approx(-5 * sum(q * math.log(q) for q in p))
+
+
 def test_the_router_z_loss_is_the_mean_square_of_the_log_sum_exp():
     config = _config(aux_loss_weight=0.0, router_z_loss_weight=1.0)
     layer, params = _layer(config)

@@ -126,6 +126,20 @@ def _mixed(data):
     return evolve(data, sources=sources, anneal_start_step=4, anneal_weights={"b": 1.0}, anneal_lr_scale=0.5)
 
 
+def test_what_routers_did_is_logged_and_only_where_there_are_any(job):
+    run_training(_at(job, "dense"))
+    assert not any(_steps(_at(job, "dense").run_dir, f"train/moe_{name}") for name in ("balance", "entropy", "dropped"))
+    moe = MoEConfig(n_experts=4, expert_hidden_dim=16, capacity_factor=0.5)
+    run_training(_at(evolve(job, model=evolve(MODEL, moe=moe)), "moe"))
+    balance, entropy, dropped = (
+        _steps(_at(job, "moe").run_dir, f"train/moe_{name}") for name in ("balance", "entropy", "dropped")
+    )
+    assert list(balance) == list(entropy) == list(dropped) == list(range(1, 9))
+    assert all(1 <= value <= 4 / 2 for value in balance.values())  # two experts a token: the mean is half of all
+    assert entropy[1] == pytest.approx(1.386, rel=1e-2)  # ln 4: the first weights tell the experts hardly apart
+    assert all(0.5 <= value < 1 for value in dropped.values())
+
+
 VARIANTS = {
     "adamw": lambda job: job,
     "muon": lambda job: evolve(job, optimizer=Muon(adam_lr=1e-2)),

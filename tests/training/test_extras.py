@@ -1,4 +1,7 @@
-"""What learns without a gradient: there only for sigmoid routers, and moved once an update, or not at all."""
+"""What learns without a gradient: there only for sigmoid routers, and moved once an update, or not at all.
+
+And what routers did, in numbers for the log.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import pytest
 import torch
 
 from forge.config import ModelConfig, MoEConfig
-from forge.training.extras import balance_routers, init_extras, router_bias
+from forge.training.extras import balance_routers, init_extras, router_bias, routing
+from forge.training.loss import LossSums
 
 GOOD = torch.tensor(True)
 
@@ -52,3 +56,20 @@ def test_the_busy_expert_goes_down_and_the_idle_one_up_by_the_rate():
 def test_a_skipped_update_moves_no_bias():
     extras, moved = _balanced(False)
     assert torch.equal(moved["router_bias"]["0"], extras["router_bias"]["0"])
+
+
+def _sums(**routers):
+    zero = torch.zeros(())
+    return LossSums(total=zero, ce=zero, z=zero, aux=zero, tokens=zero.long(), **routers)
+
+
+def test_routing_is_the_load_of_the_busiest_the_mean_entropy_and_the_share_dropped():
+    # 6 tokens, 2 experts each, 2 layers of 4 experts: mean load 3, busiest 6 and 3.
+    counts = {"0": torch.tensor([6, 6, 0, 0]), "1": torch.tensor([3, 3, 3, 3])}
+    sums = _sums(router_counts=counts, router_entropy=torch.tensor(6.0), router_dropped=torch.tensor(3))
+    found = {name: float(value) for name, value in routing(sums, top_k=2).items()}
+    assert found == pytest.approx({"moe_balance": (6 / 3 + 3 / 3) / 2, "moe_entropy": 6 / 12, "moe_dropped": 3 / 24})
+
+
+def test_a_dense_model_routes_nothing():
+    assert routing(_sums(), top_k=2) == {}

@@ -83,13 +83,16 @@ def test_the_initial_state_depends_on_the_seed_alone():
 
 def test_names_do_not_depend_on_recomputation_or_compilation():
     names = list(initial_state(JOB, _parts(JOB)).params)
-    for changes in ({"activation_checkpointing": "full"}, {"compile": True}):
+    kinds = ({"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}, {"compile": True})
+    for changes in kinds:
         job = evolve(JOB, train=evolve(JOB.train, **changes))
         assert list(initial_state(job, _parts(job)).params) == names
 
 
-def test_recomputation_changes_no_bit_of_training():
-    assert tree_equal(_run(JOBS["recomputed"], 3), _run(JOB, 3))
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputation_changes_no_bit_of_training(kind):
+    job = evolve(JOB, train=evolve(JOB.train, activation_checkpointing=kind))
+    assert tree_equal(_run(job, 3), _run(JOB, 3))
 
 
 def test_a_frozen_block_stays_and_then_trains():

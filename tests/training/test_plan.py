@@ -157,6 +157,15 @@ def test_checkpointing_keeps_each_blocks_input_and_one_block():
     assert block_inputs + plain // 10 < planned < block_inputs + plain // 2
 
 
+def test_selective_checkpointing_keeps_attention_and_every_second_product_besides():
+    jobs = [_train(activation_checkpointing=mode) for mode in ("full", "selective")]
+    full, selective = (plan_run(job, tflops=1).memory["activations"] for job in jobs)
+    # 2 x 24 tokens in fp32: wq, wv, w_gate (64 wide), w_down; of attention the output and one number a head. Of all but
+    # one block, since the plan adds what one block computes again.
+    kept = 4 * 48 * (16 + 16 + 64 + 16 + 16 + 2)
+    assert selective - full == pytest.approx((3 - 1) * kept, rel=0.05)
+
+
 def test_compiling_changes_no_planned_size():
     assert plan_run(_train(compile=True), tflops=1) == plan_run(JOB, tflops=1)
 
