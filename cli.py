@@ -142,6 +142,16 @@ class Doctor:
     """Folder that runs will write to; it need not exist."""
 
 
+@frozen
+class Report:
+    """Runs side by side as one HTML page, readable without a network."""
+
+    runs: Positional[tuple[str, ...]] = ()
+    """Run folders; runs that are still going on are read as far as they are."""
+    out: str = "report.html"
+    """File to write."""
+
+
 def train(argv: Sequence[str]) -> None:
     """Train; in a run folder with a checkpoint, go on from it."""
     config = parse_job(argv, prog="cli.py train", default_preset=PRESET)
@@ -280,6 +290,17 @@ def doctor(argv: Sequence[str]) -> None:
         raise RunError(f"{bad} of these would break a run; each line says what to do")
 
 
+def report(argv: Sequence[str]) -> None:
+    """Curves, config and samples of one run or several as one HTML page."""
+    args = parse(Report, argv, prog="cli.py report", known=["--out", "--help"])
+    if not args.runs:
+        raise ConfigError("report shows one run or several: cli.py report runs/a runs/b --out report.html")
+    from forge.report import read_run, write_report
+
+    write_report([read_run(Path(run)) for run in args.runs], Path(args.out))
+    print(f"{args.out}: {len(args.runs)} runs; open it in a browser")
+
+
 def _is_positive(text: str) -> bool:
     try:
         return 0 < float(text) < float("inf")
@@ -298,6 +319,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "replay": replay,
     "diff": diff,
     "doctor": doctor,
+    "report": report,
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import attrs
@@ -95,6 +97,19 @@ def test_diff_shows_the_tensors_that_differ_and_exits_with_1(trained):
     assert any(line.endswith("params/embed.weight") for line in out.splitlines())
     status, out, _ = call("diff", a, a)
     assert status == 0 and re.fullmatch(r"0 tensors differ, \d+ are equal to the bit\n", out)
+
+
+def test_report_shows_the_curves_and_the_sample_of_a_run(preset, tmp_path):
+    run_dir = tmp_path / "run"
+    assert call("--config", preset, "--eval.sample-tokens", 8, "--eval.sample-prompt", "<b>")[0] == 0
+    sample = json.loads((run_dir / "samples.jsonl").read_text())
+    assert sample["step"] == 4 and sample["text"].startswith("<b>")
+    status, out, err = call("report", run_dir, run_dir, "--out", tmp_path / "report.html")
+    assert (status, err) == (0, "") and "2 runs" in out
+    page = (tmp_path / "report.html").read_text()
+    assert (
+        "Training loss" in page and "Held-out loss" in page and page.count(f"<pre>{escape(sample['text'])}</pre>") == 2
+    )
 
 
 def test_help_lists_every_flag_with_its_text(monkeypatch):

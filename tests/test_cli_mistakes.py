@@ -148,6 +148,18 @@ def test_a_mistake_about_two_checkpoints_is_one_line(argv, message):
     assert message in refused("diff", *argv)
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "report shows one run or several: cli.py report"),
+        (["/nowhere"], "/nowhere: no metrics.jsonl here"),
+        (["/nowhere", "--ot", "x"], "unknown flag --ot (did you mean '--out'?)"),
+    ],
+)
+def test_a_mistake_about_a_report_is_one_line(argv, message):
+    assert message in refused("report", *argv)
+
+
 @pytest.mark.parametrize("command", ["eval", "generate"])
 def test_a_run_folder_without_checkpoint_is_refused(tmp_path, command):
     assert "no checkpoint here: train first" in refused(command, "--run-dir", tmp_path)
