@@ -301,6 +301,26 @@ def report(argv: Sequence[str]) -> None:
     print(f"{args.out}: {len(args.runs)} runs; open it in a browser")
 
 
+def profile(argv: Sequence[str]) -> None:
+    """Where the time of a step goes, by kind of work; takes the flags of train, --steps and --trace."""
+    steps, rest = pop_flag(argv, "--steps")
+    trace, rest = pop_flag(rest, "--trace")
+    if steps is not None and not (steps.isdecimal() and int(steps) > 0):
+        raise ConfigError(f"--steps must be an integer >= 1, got {steps!r}")
+    about = "--steps N is how many are recorded (default: 3); --trace FILE reads a trace that is there, instead."
+    config = parse_job(rest, prog="cli.py profile", default_preset=PRESET, about=about)
+    from forge.metrics.timeline import format_timeline, read_timeline
+
+    if trace is not None:
+        print(format_timeline(read_timeline(Path(trace))))
+        return
+    from forge.training.profile_run import profile_run
+
+    found = profile_run(config, int(steps or 3))
+    if found is not None:
+        print(f"{format_timeline(found[1])}\n\ntrace for Perfetto or chrome://tracing: {found[0]}")
+
+
 def _is_positive(text: str) -> bool:
     try:
         return 0 < float(text) < float("inf")
@@ -320,6 +340,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "diff": diff,
     "doctor": doctor,
     "report": report,
+    "profile": profile,
 }
 
 

@@ -112,6 +112,18 @@ def test_report_shows_the_curves_and_the_sample_of_a_run(preset, tmp_path):
     )
 
 
+def test_profile_says_where_the_time_goes_and_leaves_the_run_alone(preset):
+    status, out, _ = call("profile", "--config", preset, "--steps", 2)
+    run_dir = preset.parent / "run"
+    assert status == 0 and [path.name for path in run_dir.iterdir()] == ["profile"]
+    (trace,) = (run_dir / "profile").iterdir()
+    shares = {kind: float(share) for kind, share in re.findall(r"^(\w+) +[\d.]+ +([\d.]+)%$", out, re.MULTILINE)}
+    assert shares["all"] == 100 and sum(shares.values()) == pytest.approx(200, abs=0.5)
+    assert all(shares[kind] > 0 for kind in ("matmul", "attention", "loss", "optimizer"))
+    assert "2 steps of" in out and "aten::" in out and str(trace) in out
+    assert call("profile", "--trace", trace)[1] in out
+
+
 def test_help_lists_every_flag_with_its_text(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     status, out, _ = call("--help")

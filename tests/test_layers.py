@@ -19,6 +19,7 @@ ON_TOP = {
     "loop",
     "parts",
     "plan",
+    "profile_run",
     "profiling",
     "progress",
     "provenance",
