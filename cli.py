@@ -143,6 +143,16 @@ class Doctor:
     """Folder that runs will write to; it need not exist."""
 
 
+@frozen
+class Report:
+    """Runs side by side as one HTML page, readable without a network."""
+
+    runs: Positional[tuple[str, ...]] = ()
+    """Run folders; runs that are still going on are read as far as they are."""
+    out: str = "report.html"
+    """File to write."""
+
+
 def train(argv: Sequence[str]) -> None:
     """Train; in a run folder with a checkpoint, go on from it."""
     config = parse_job(argv, prog="cli.py train", default_preset=PRESET)
@@ -293,6 +303,37 @@ def doctor(argv: Sequence[str]) -> None:
         raise RunError(f"{bad} of these would break a run; each line says what to do")
 
 
+def report(argv: Sequence[str]) -> None:
+    """Curves, config and samples of one run or several as one HTML page."""
+    args = parse(Report, argv, prog="cli.py report", known=["--out", "--help"])
+    if not args.runs:
+        raise ConfigError("report shows one run or several: cli.py report runs/a runs/b --out report.html")
+    from forge.report import read_run, write_report
+
+    write_report([read_run(Path(run)) for run in args.runs], Path(args.out))
+    print(f"{args.out}: {len(args.runs)} runs; open it in a browser")
+
+
+def profile(argv: Sequence[str]) -> None:
+    """Where the time of a step goes, by kind of work; takes the flags of train, --steps and --trace."""
+    steps, rest = pop_flag(argv, "--steps")
+    trace, rest = pop_flag(rest, "--trace")
+    if steps is not None and not (steps.isdecimal() and int(steps) > 0):
+        raise ConfigError(f"--steps must be an integer >= 1, got {steps!r}")
+    about = "--steps N is how many are recorded (default: 3); --trace FILE reads a trace that is there, instead."
+    config = parse_job(rest, prog="cli.py profile", default_preset=PRESET, about=about)
+    from forge.metrics.timeline import format_timeline, read_timeline
+
+    if trace is not None:
+        print(format_timeline(read_timeline(Path(trace))))
+        return
+    from forge.training.profile_run import profile_run
+
+    found = profile_run(config, int(steps or 3))
+    if found is not None:
+        print(f"{format_timeline(found[1])}\n\ntrace for Perfetto or chrome://tracing: {found[0]}")
+
+
 def _is_positive(text: str) -> bool:
     try:
         return 0 < float(text) < float("inf")
@@ -311,6 +352,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "replay": replay,
     "diff": diff,
     "doctor": doctor,
+    "report": report,
+    "profile": profile,
 }
 
 

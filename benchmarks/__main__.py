@@ -38,7 +38,7 @@ class Options:
     compile: bool = False
     """forge with train.compile, block by block; the peer stays as its plain loop has it."""
     profile: bool = False
-    """Print the operators of one forge step by their own time, and time nothing."""
+    """Print where the time of one forge step goes, and time nothing."""
 
 
 def main(argv: Sequence[str]) -> int:

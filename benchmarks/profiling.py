@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from torch.profiler import ProfilerActivity, profile
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.peers import forge_runner
 from benchmarks.regimes import Device, Regime, timed_precision
+from forge.config import ProfilingConfig
+from forge.metrics.timeline import format_timeline, read_timeline
+from forge.training.profiling import profile_window
 
 WARMUP, ROWS = 3, 20
 
 
 def profile_step(regime: Regime, device: Device) -> str:
-    """The operators of one warm step by their own time, as a table."""
+    """Time by kind of one warm step, and its operators by their own time."""
     runner = forge_runner(regime, device, timed_precision(device))
-    for _ in range(WARMUP):
-        float(runner.step())
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
-    with profile(activities=activities) as recorded:
-        float(runner.step())
-    averages = recorded.key_averages()
-    return averages.table(sort_by=f"self_{device}_time_total", row_limit=ROWS, max_name_column_width=60)
+    with TemporaryDirectory() as folder:
+        with profile_window(ProfilingConfig(start_step=WARMUP + 1, steps=1), Path(folder)) as before_step:
+            for step in range(WARMUP + 1):
+                before_step(step + 1)
+                float(runner.step())
+        (trace,) = Path(folder).iterdir()
+        return format_timeline(read_timeline(trace), rows=ROWS)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import attrs
@@ -132,6 +133,31 @@ def test_diff_shows_the_tensors_that_differ_and_exits_with_1(trained):
     assert any(line.endswith("params/embed.weight") for line in out.splitlines())
     status, out, _ = call("diff", a, a)
     assert status == 0 and re.fullmatch(r"0 tensors differ, \d+ are equal to the bit\n", out)
+
+
+def test_report_shows_the_curves_and_the_sample_of_a_run(preset, tmp_path):
+    run_dir = tmp_path / "run"
+    assert call("--config", preset, "--eval.sample-tokens", 8, "--eval.sample-prompt", "<b>")[0] == 0
+    sample = json.loads((run_dir / "samples.jsonl").read_text())
+    assert sample["step"] == 4 and sample["text"].startswith("<b>")
+    status, out, err = call("report", run_dir, run_dir, "--out", tmp_path / "report.html")
+    assert (status, err) == (0, "") and "2 runs" in out
+    page = (tmp_path / "report.html").read_text()
+    assert (
+        "Training loss" in page and "Held-out loss" in page and page.count(f"<pre>{escape(sample['text'])}</pre>") == 2
+    )
+
+
+def test_profile_says_where_the_time_goes_and_leaves_the_run_alone(preset):
+    status, out, _ = call("profile", "--config", preset, "--steps", 2)
+    run_dir = preset.parent / "run"
+    assert status == 0 and [path.name for path in run_dir.iterdir()] == ["profile"]
+    (trace,) = (run_dir / "profile").iterdir()
+    shares = {kind: float(share) for kind, share in re.findall(r"^(\w+) +[\d.]+ +([\d.]+)%$", out, re.MULTILINE)}
+    assert shares["all"] == 100 and sum(shares.values()) == pytest.approx(200, abs=0.5)
+    assert all(shares[kind] > 0 for kind in ("matmul", "attention", "loss", "optimizer"))
+    assert "2 steps of" in out and "aten::" in out and str(trace) in out
+    assert call("profile", "--trace", trace)[1] in out
 
 
 TABLES = ("freeze", "moe", "sources", "phases", "anneal_weights", "sets")

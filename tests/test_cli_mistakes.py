@@ -155,6 +155,37 @@ def test_a_mistake_about_two_checkpoints_is_one_line(argv, message):
     assert message in refused("diff", *argv)
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "report shows one run or several: cli.py report"),
+        (["/nowhere"], "/nowhere: no metrics.jsonl here"),
+        (["/nowhere", "--ot", "x"], "unknown flag --ot (did you mean '--out'?)"),
+    ],
+)
+def test_a_mistake_about_a_report_is_one_line(argv, message):
+    assert message in refused("report", *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--steps", "0"], "--steps must be an integer >= 1, got '0'"),
+        (["--steps", "1e3"], "--steps must be an integer >= 1, got '1e3'"),
+        (["--trace", "/nowhere"], "/nowhere: cannot be read: No such file"),
+        (["--model.dmi", "4"], "unknown flag --model.dmi"),
+    ],
+)
+def test_a_mistake_about_a_profile_is_one_line(preset, argv, message):
+    assert message in refused("profile", "--config", preset, *argv)
+    assert not (preset.parent / "run").exists()
+
+
+def test_a_profile_that_cannot_be_written_is_one_line(preset):
+    (preset.parent / "run").touch()
+    assert "steps_4_4.json: cannot be read: Not a directory" in refused("profile", "--config", preset, "--steps", 1)
+
+
 @pytest.mark.parametrize("command", ["eval", "generate"])
 def test_a_run_folder_without_checkpoint_is_refused(tmp_path, command):
     assert "no checkpoint here: train first" in refused(command, "--run-dir", tmp_path)

@@ -130,9 +130,9 @@ def test_every_command_of_the_pages_is_understood(line, monkeypatch):
             parse_job(rest, prog="", default_preset=CLI.PRESET)
         return
     assert name in CLI.COMMANDS
-    if name in ("train", "plan"):
-        for flag in ("--tflops", "--gpus"):
-            _, rest = pop_flag(rest, flag)
+    if name in ("train", "plan", "profile"):
+        for own in ("--tflops", "--gpus", "--steps", "--trace"):
+            _, rest = pop_flag(rest, own)
         parse_job(rest, prog="", default_preset=CLI.PRESET)
         return
     (kind,) = [kind for kind in _command_classes() if kind.__name__.lower() == name]
@@ -150,7 +150,9 @@ def test_every_optimizer_and_schedule_is_named():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_of_a_page_exists(page):
-    known = _dashed(_config_keys()) | {"--config", "--help", "--tflops", "--gpus"} | FLAGS_OF_OTHERS
+    known = (
+        _dashed(_config_keys()) | {"--config", "--help", "--tflops", "--gpus", "--steps", "--trace"} | FLAGS_OF_OTHERS
+    )
     known |= {flag for kind in _command_classes() for flag in _dashed(f.name for f in attrs.fields(kind))}
     shown_wrong = {"--train.stpes"}
     named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", PAGES[page]))

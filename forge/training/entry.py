@@ -49,7 +49,7 @@ from forge.training.progress import SILENT, Progress, counting_progress, trainin
 from forge.training.provenance import record_start
 from forge.training.reload import restore
 from forge.training.runtime import Runtime, deterministic_kernels, open_runtime
-from forge.training.samples import sample_text
+from forge.training.samples import record_sample, sample_text
 from forge.training.state import TrainState
 from forge.training.step import TrainStep
 
@@ -351,6 +351,8 @@ def _farewell(config: JobConfig, parts: Parts, data: DataPipeline, state: TrainS
         params = whole_params(parts, eval_params(parts.optimizer, state.params, state.opt_state))
         text = sample_text(config, params, state.extras, data.tokenizer)
         progress.note("a sample:\n" + "\n".join("    " + line for line in text.splitlines()))
+        if parts.runtime.leads:
+            record_sample(Path(config.run_dir) / "samples.jsonl", int(state.step), text)
     run_dir, prompt = config.run_dir, config.eval.sample_prompt
     progress.note(
         f"done: {run_dir}; look: tensorboard --logdir {run_dir}/tensorboard; go on: add --train.steps"

@@ -12,6 +12,7 @@ from forge.data.batch import Batch
 from forge.errors import CheckpointError
 from forge.logging import get_logger
 from forge.metrics import MetricsTracker, StepMetrics
+from forge.metrics.timeline import DATA, span
 from forge.resilience import Interruption, SkipLimit, TooManySkips
 from forge.training.hooks import HookRunner
 from forge.training.progress import Progress
@@ -84,7 +85,7 @@ def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> Train
 def _one_step(state: TrainState, step: int, loop: Loop) -> tuple[TrainState, StepResult]:
     loop.tracker.start_step()
     loop.beat(f"waiting for the data of step {step + 1}")
-    with loop.tracker.waiting_for_data():
+    with span(DATA), loop.tracker.waiting_for_data():
         batch = next(loop.batches)
     loop.beat(f"in step {step + 1}")
     train_step, state = loop.step_at(step, state)

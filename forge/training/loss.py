@@ -20,6 +20,7 @@ from forge.config import ModelConfig, TrainConfig
 from forge.data.batch import IGNORE
 from forge.distributed.shards import local_part, local_slices
 from forge.errors import DataError
+from forge.metrics.timeline import LOSS, span
 from forge.model.head import head_logits
 from forge.pytree import register_node
 from forge.training.fused_loss import LossOptions, TokenLosses, fused_losses, token_losses
@@ -85,6 +86,10 @@ def _vocab_parallel(
 
 def _build(losses: Losses, options: LossOptions, chunk: int, sources: int) -> LossFn:
     def loss_fn(hidden: Tensor, weight: Tensor, labels: Tensor, source_ids: Tensor | None = None) -> LossSums:
+        with span(LOSS):
+            return sums(hidden, weight, labels, source_ids)
+
+    def sums(hidden: Tensor, weight: Tensor, labels: Tensor, source_ids: Tensor | None) -> LossSums:
         found = losses(hidden.flatten(0, -2), weight, labels.flatten(), options, chunk)
         by_source = _by_source(found.ce.view_as(labels), labels, source_ids, sources) if sources else (None, None)
         zero = found.ce.new_zeros(())

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from forge.config import JobConfig
 from forge.data import Tokenizer
 from forge.errors import ConfigError
+from forge.logging import get_logger
 from forge.model import build_model
 from forge.pytree import PyTree
 from forge.training.generate import generate
+
+log = get_logger(__name__)
 
 
 def sample_text(
@@ -54,3 +61,19 @@ def sample_text(
     )
     made = [int(token) for token in tokens]
     return tokenizer.decode([*ids.tolist(), *made])
+
+
+def record_sample(path: Path, step: int, text: str) -> None:
+    """Add a line to a run's `samples.jsonl`, in the place of what was written at or after `step` before.
+
+    A kill leaves the old file or the new one. A sample is no reason to fail: what cannot be written is a warning.
+    """
+    aside = path.with_name(f".{path.name}.writing")
+    try:
+        before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = [line for line in before if json.loads(line)["step"] < step]
+        lines.append(json.dumps({"step": step, "text": text}))
+        aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        os.replace(aside, path)
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("%s: the sample cannot be kept (%s)", path, error)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from forge.config import JobConfig
+from forge.metrics.timeline import OPTIMIZER, span
 from forge.pytree import foreach_norm, tree_norm
 from forge.training.extras import balance_routers, routing
 from forge.training.grad import ValueAndGrad, clip_factor
@@ -57,16 +58,17 @@ def build_train_step(
         finite = torch.isfinite(grad_norm) & torch.isfinite(sums.total) & (sums.tokens > 0)
         loss = sums.total / sums.tokens.clamp(min=1)
         good, extras = without_spikes(state.extras, loss, grad_norm, finite)
-        params, opt_state = apply_update(
-            optimizer,
-            grads,
-            state.opt_state,
-            state.params,
-            lr=lr,
-            scale=clip_factor(grad_norm, max_norm),
-            ok=good,
-            donate=donate,
-        )
+        with span(OPTIMIZER):
+            params, opt_state = apply_update(
+                optimizer,
+                grads,
+                state.opt_state,
+                state.params,
+                lr=lr,
+                scale=clip_factor(grad_norm, max_norm),
+                ok=good,
+                donate=donate,
+            )
         after = TrainState(
             step=state.step + 1,
             tokens=state.tokens + sums.tokens * good,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from attrs import evolve
@@ -10,7 +12,7 @@ from forge.config import EvalConfig, JobConfig, ModelConfig
 from forge.data import build_tokenizer
 from forge.errors import ConfigError
 from forge.model import build_model, init_params
-from forge.training.samples import sample_text
+from forge.training.samples import record_sample, sample_text
 
 MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, vocab_size=257, max_seq_len=16)
 JOB = JobConfig(
@@ -87,3 +89,21 @@ def test_a_token_beyond_the_vocabulary_is_refused():
     small = evolve(MODEL, vocab_size=100)
     with pytest.raises(ConfigError, match=r"token 122, beyond model\.vocab_size = 100"):
         sample_text(evolve(JOB, model=small), _params(small), {}, BYTES, prompt="az")
+
+
+def test_a_sample_takes_the_place_of_those_from_its_step_on(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    for step, text in [(2, "two"), (4, "é\n"), (6, "six"), (4, "again")]:
+        record_sample(path, step, text)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [{"step": 2, "text": "two"}, {"step": 4, "text": "again"}]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_sample_that_cannot_be_kept_is_a_warning(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    record_sample(tmp_path / "file" / "samples.jsonl", 1, "text")
+    (tmp_path / "samples.jsonl").write_text("no json\n")
+    record_sample(tmp_path / "samples.jsonl", 1, "text")
+    assert capsys.readouterr().err.count("the sample cannot be kept") == 2
+    assert (tmp_path / "samples.jsonl").read_text() == "no json\n"
