@@ -28,6 +28,7 @@ ON_TOP = {
     "reload",
     "replay",
     "samples",
+    "saving",
 }
 """Modules of training that sit on checkpoint and resilience."""
 

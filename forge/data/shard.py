@@ -52,14 +52,14 @@ class Shard:
         """
         if not 0 <= start <= stop <= self.n_tokens:
             raise IndexError(f"tokens {start}..{stop} of {self.path}, which holds {self.n_tokens}")
-        ids = self.tokens[start:stop].astype(np.int64)
-        if ids.size and (ids.max() >= self.vocab_size or ids.min() < 0):
+        ids = np.asarray(self.tokens[start:stop])
+        if ids.size and (ids.max() >= self.vocab_size or (ids.dtype.kind == "i" and ids.min() < 0)):
             at = int(np.argmax((ids >= self.vocab_size) | (ids < 0)))
             raise DataError(
                 f"{self.path}: the token at offset {start + at} has id {ids[at]}, beyond the vocabulary of"
                 f" {self.vocab_size}: the file is damaged, of another dtype, or made with another tokenizer"
             )
-        return ids
+        return ids.astype(np.int64)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

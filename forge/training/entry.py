@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,17 +11,14 @@ from typing import Any
 from attrs import frozen
 
 from forge.checkpoint import (
-    AsyncSaver,
     check_resumable,
     checkpoint_step,
     has_parameters_only,
     latest_sound,
     list_checkpoints,
-    prune_checkpoints,
     read_manifest,
     remove_leftovers,
     remove_newer,
-    save_checkpoint,
 )
 from forge.config import JobConfig, load_config, save_config
 from forge.data import Batch, Stream, share_of
@@ -38,7 +35,7 @@ from forge.resilience import (
     lock_run,
     watch,
 )
-from forge.training.data_pipeline import DataPipeline, Feed, build_data_pipeline, open_feed, prepare_data
+from forge.training.data_pipeline import DataPipeline, build_data_pipeline, open_feed, prepare_data
 from forge.training.eval import run_eval_sets
 from forge.training.hooks import Hook, HookRunner
 from forge.training.loop import Loop, run_loop
@@ -50,6 +47,7 @@ from forge.training.provenance import record_start
 from forge.training.reload import restore
 from forge.training.runtime import Runtime, deterministic_kernels, open_runtime
 from forge.training.samples import record_sample, sample_text
+from forge.training.saving import background_saver, build_save
 from forge.training.state import TrainState
 from forge.training.step import TrainStep
 
@@ -161,7 +159,7 @@ def _attempt(run: _Run, state: TrainState, notes: dict[str, Any], interruption: 
             index_at=lambda step: batch_index(jumps, step),
         )
         stack.enter_context(closing(feed))
-        saver = stack.enter_context(_background_saver()) if config.checkpoint.async_save else None
+        saver = stack.enter_context(background_saver()) if config.checkpoint.async_save else None
         step_fn = run.step_fn
         loop = Loop(
             config=config,
@@ -169,7 +167,7 @@ def _attempt(run: _Run, state: TrainState, notes: dict[str, Any], interruption: 
             batches=feed,
             step_at=(lambda _, state: (step_fn, state)) if step_fn is not None else step_for(config, parts),
             evaluate=_evaluation(parts, data, run.watchdog.beat),
-            save=_saving(config, runtime, tracker, {"data": data.fingerprint, "jumps": jumps}, feed, saver),
+            save=build_save(config, runtime, tracker, {"data": data.fingerprint, "jumps": jumps}, feed, saver),
             before_step=stack.enter_context(profile_window(config.profiling, run.run_dir / "profile")),
             beat=run.watchdog.beat,
             tracker=tracker,
@@ -202,25 +200,6 @@ def _roll_back(run: _Run, failure: TooManySkips, notes: dict[str, Any]) -> tuple
         log.warning("%s: going back to %s and jumping over %d batches", failure.what, saved.name, jumps[-1][1])
         remove_newer(root, checkpoint_step(saved))
     return state, {**notes, "jumps": jumps}
-
-
-@contextmanager
-def _background_saver() -> Generator[AsyncSaver, None, None]:
-    """An `AsyncSaver` whose last failure, which nobody waited for, is a warning like those before it."""
-    saver = AsyncSaver()
-    try:
-        yield saver
-    finally:
-        with _failure_as_warning():
-            saver.close()
-
-
-@contextmanager
-def _failure_as_warning() -> Generator[None, None, None]:
-    try:
-        yield
-    except CheckpointError as error:
-        log.warning("%s; the checkpoints before it are kept", error)
 
 
 def open_data(config: JobConfig, runtime: Runtime, stream: Stream | None = None) -> DataPipeline:
@@ -297,41 +276,6 @@ def _evaluation(
         return run_eval_sets(parts.eval_step, params, state.extras, data.eval_sets, place=place)
 
     return evaluate
-
-
-def _saving(
-    config: JobConfig,
-    runtime: Runtime,
-    tracker: MetricsTracker,
-    fixed_notes: dict[str, Any],
-    feed: Feed,
-    saver: AsyncSaver | None,
-) -> Callable[[TrainState, bool, bool], Path]:
-    root = Path(config.run_dir) / "checkpoints"
-
-    def notes() -> dict[str, Any]:
-        where = {} if feed.position is None else {"stream": feed.position}
-        return {"loss_ema": list(tracker.ema_state()), **fixed_notes, **where}
-
-    def remove_old(_: Path) -> None:
-        if runtime.leads:
-            prune_checkpoints(root, config.checkpoint.keep_last_n, config.checkpoint.is_milestone)
-
-    def save(state: TrainState, final: bool, prune: bool) -> Path:
-        then = remove_old if prune else lambda _: None
-        if saver is None:
-            path = save_checkpoint(root, state, config=config, notes=notes())
-            then(path)
-            return path
-        if final:
-            with _failure_as_warning():  # of the save before, not of the last one
-                saver.wait()
-        path = saver.save(root, state, config=config, notes=notes(), then=then)
-        if final:
-            saver.wait()
-        return path
-
-    return save
 
 
 def _announce(config: JobConfig, parts: Parts, data: DataPipeline, done: int, progress: Progress) -> None:

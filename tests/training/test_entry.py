@@ -416,9 +416,9 @@ def test_without_a_checkpoint_before_the_bad_updates_a_rollback_says_so(job, mon
 
 
 def test_a_failed_checkpoint_is_a_warning_in_the_middle_and_an_error_at_the_end(job, monkeypatch, capsys):
-    import forge.training.entry as entry
+    import forge.training.saving as saving
 
-    real, failed = entry.save_checkpoint, []
+    real, failed = saving.save_checkpoint, []
 
     def full(root, state, **options):
         if int(state.step) == 3:
@@ -426,14 +426,14 @@ def test_a_failed_checkpoint_is_a_warning_in_the_middle_and_an_error_at_the_end(
             raise CheckpointError("no space left on device")
         return real(root, state, **options)
 
-    monkeypatch.setattr(entry, "save_checkpoint", full)
+    monkeypatch.setattr(saving, "save_checkpoint", full)
     assert int(run_training(job).step) == 8 and failed == [3]
     assert "no space left on device; training goes on" in capsys.readouterr().err
 
     def always_full(root, state, **options):
         raise CheckpointError("no space left on device")
 
-    monkeypatch.setattr(entry, "save_checkpoint", always_full)
+    monkeypatch.setattr(saving, "save_checkpoint", always_full)
     with pytest.raises(CheckpointError, match="no space left"):
         run_training(_at(job, "full"))
 
