@@ -175,13 +175,16 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases. The run's id is kept in `<run_dir>/wandb_run_id`, so that a resume goes on with its curves."""
+    """Weights & Biases. The run's id is kept in `<run_dir>/wandb_run_id`, so that a resume goes on with its curves.
+
+    With WANDB_MODE=offline nothing is sent: `<run_dir>/wandb` holds a folder a start, for `wandb sync` in their order.
+    """
 
     def __init__(self, project: str, run_dir: str | Path, resume_step: int = 0) -> None:
         """Start a run, or rewind the folder's run to `resume_step`.
 
         Raises:
-            ConfigError: wandb is not installed.
+            ConfigError: wandb is not installed, not logged in, or not reached.
         """
         try:
             import wandb
@@ -190,11 +193,16 @@ class WandbSink:
                 f"metrics.wandb_project = {project!r} needs wandb: pip install wandb, or leave the key unset"
             ) from None
         id_file = Path(run_dir) / "wandb_run_id"
-        if resume_step and id_file.exists():
-            rewind = f"{id_file.read_text().strip()}?_step={resume_step}"
-            self._run = wandb.init(project=project, dir=str(run_dir), resume_from=rewind)
-        else:
-            self._run = wandb.init(project=project, dir=str(run_dir))
+        resumes = resume_step > 0 and id_file.exists()
+        rewind = {"resume_from": f"{id_file.read_text().strip()}?_step={resume_step}"} if resumes else {}
+        try:
+            self._run = wandb.init(project=project, dir=str(run_dir), **rewind)
+        except wandb.Error as error:
+            raise ConfigError(
+                f"metrics.wandb_project = {project!r}: {error} WANDB_MODE=offline keeps the run in {run_dir}/wandb"
+                " until `wandb sync`"
+            ) from None
+        if not resumes:
             id_file.write_text(self._run.id)
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -255,6 +255,38 @@ def test_wandb_goes_on_with_its_run_from_the_step_resumed_from(tmp_path, monkeyp
     assert wandb.told == [{"optimizer.lr": 0.1}] * 2 and wandb.finished == 2
 
 
+def test_wandb_that_nobody_has_logged_in_to_is_one_error(tmp_path, monkeypatch):
+    class Refused(Exception):
+        pass
+
+    def init(**_):
+        raise Refused("No API key configured.")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Refused))
+    with pytest.raises(ConfigError, match=r"wandb_project = 'p': No API key configured\. WANDB_MODE=offline keeps"):
+        WandbSink("p", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_offline_keeps_a_run_and_its_resumption_on_the_disk(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="pip install wandb to test the real one")
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("HOME", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    for resume_step, key in ((0, "train/loss"), (1, "train/later")):
+        sink = WandbSink("project", tmp_path, resume_step)
+        sink.hyperparameters({"optimizer.lr": 0.1})
+        sink.log(resume_step + 1, {key: 1.5})
+        sink.close()
+    id = (tmp_path / "wandb_run_id").read_text()
+    first, second = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{id}.wandb"))
+    deadline = time.monotonic() + 30
+    while b"train/later" not in second.read_bytes():  # wandb's own process writes it
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert b"train/loss" in first.read_bytes() and b"optimizer.lr" in first.read_bytes()
+    assert b"train/loss" not in second.read_bytes()
+
+
 def test_the_console_shows_short_names_and_hides_what_is_for_curves():
     lines: list[str] = []
     sink = ConsoleSink(lines.append)
