@@ -18,7 +18,7 @@ from benchmarks.layout_runs import EXPERTS, LARGE, SHAPE, Measured, Turns, job_o
 from benchmarks.ranks import run_on_ranks
 from benchmarks.report import describe_host, markdown_table
 from benchmarks.step import TOLERANCE
-from forge.config import ModelConfig
+from forge.config import JobConfig, ModelConfig
 from forge.config.checks import integer
 from forge.config.flags import parse
 from forge.errors import ForgeError, RunError
@@ -103,11 +103,20 @@ Found = list[tuple[Case, list[Measured]]]
 
 
 def measure_cases(cases: Sequence[Case]) -> Found:
-    """Each case on fresh processes: what one left behind is not the next one's memory."""
-    return [(case, run_on_ranks(measure, case.ranks, _job(case))) for case in cases]
+    """All cases of one number of ranks in one start of them, in turn."""
+    found: Found = []
+    for world_size in sorted({case.ranks for case in cases}):
+        chosen = [case for case in cases if case.ranks == world_size]
+        by_rank = run_on_ranks(_measure_all, world_size, [_job(case) for case in chosen])
+        found += [(case, [rank[at] for rank in by_rank]) for at, case in enumerate(chosen)]
+    return found
 
 
-def _job(case: Case) -> Any:
+def _measure_all(configs: Sequence[JobConfig]) -> list[Measured]:
+    return [measure(config) for config in configs]
+
+
+def _job(case: Case) -> JobConfig:
     return job_of(case.model, case.sizes, micro_batch=case.micro_batch)
 
 
@@ -123,7 +132,7 @@ def sizes_page(layouts: Found, sharded: Found, host: dict[str, str]) -> str:
         f"## Sent in a step\n\n{_SENT}",
         markdown_table(["layout", "kind", "measured", "planned", "measured / planned"], sent),
         f"## Held at the peak\n\n{_HELD}",
-        markdown_table(["layout", "measured", "planned", "planned / measured", "process grew by"], held),
+        markdown_table(["layout", "measured", "planned", "planned / measured"], held),
         f"## Nothing is allocated in full\n\n{_LARGE}",
         markdown_table(
             ["layout", "parameters here", "peak of building", "peak of building and a step", "process grew by"], large
@@ -158,8 +167,7 @@ def _sent(case: Case, ranks: list[Measured]) -> list[list[str]]:
 def _held(case: Case, ranks: list[Measured]) -> list[str]:
     peak = max(rank.peak for rank in ranks)
     planned = plan_ranks(_job(case), case.ranks, tflops=1.0).bytes_a_rank
-    grown = max(rank.resident for rank in ranks)
-    return [case.name, _mib(peak), _mib(planned), f"{planned / peak:.2f}", _mib(grown)]
+    return [case.name, _mib(peak), _mib(planned), f"{planned / peak:.2f}"]
 
 
 def _initial(case: Case, ranks: list[Measured]) -> list[str]:

@@ -212,8 +212,8 @@ def test_the_pages_of_layouts_put_what_was_measured_beside_the_plan():
     sent = _rows(page, "| layout | kind")[2:]
     assert {row[1] for row in sent} == {"all-gather", "reduce-scatter", "all-reduce"}
     assert all(row[4] == "1" for row in sent)
-    assert _rows(page, "| layout | measured")[2][3:] == ["2.00", "3.0"]
-    assert _rows(page, "| layout | parameters here")[2][2] == "1.0"
+    assert _rows(page, "| layout | measured")[2][3] == "2.00"
+    assert _rows(page, "| layout | parameters here")[2][2::2] == ["1.0", "3.0"]
 
 
 def test_the_overhead_is_the_ratio_of_medians_and_needs_the_same_losses():

@@ -34,7 +34,6 @@ class Row(NamedTuple):
         return self.ranks // (self.sizes.get("tp", 1) * self.sizes.get("cp", 1) * self.sizes.get("pp", 1))
 
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 ROWS = [
     Row("fsdp2", 2, {}),
     Row("ddp2", 2, {"dp_replicate": 2}),
@@ -44,9 +43,10 @@ ROWS = [
     Row("fsdp2 x tp2", 4, {"tp": 2}),
     Row("cp2", 2, {"cp": 2}),
     Row("fsdp2 x cp2", 4, {"cp": 2}),
-    *(Row(f"pp2, {schedule}", 2, {"pp": 2, "pp_schedule": schedule}, "deep") for schedule in SCHEDULES),
-    Row("pp2 x fsdp2", 4, {"pp": 2}, "deep"),
-    Row("pp2 x tp2", 4, {"pp": 2, "tp": 2}, "deep", micro_batch=4),
+    *(Row(f"pp2, {schedule}", 2, {"pp": 2, "pp_schedule": schedule}) for schedule in ("1f1b", "gpipe", "zero_bubble")),
+    Row("pp2, interleaved_1f1b", 2, {"pp": 2, "pp_schedule": "interleaved_1f1b"}, "deep"),
+    Row("pp2 x fsdp2", 4, {"pp": 2}),
+    Row("pp2 x tp2", 4, {"pp": 2, "tp": 2}, micro_batch=4),
     Row("ep2", 2, {"ep": 2}, "experts", micro_batch=1),
     Row("fsdp2 x ep2", 4, {"ep": 2}, "experts", micro_batch=1),
 ]

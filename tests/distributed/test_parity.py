@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge.config import DistributedConfig, ModelConfig, MoEConfig
+from forge.config import DistributedConfig, ModelConfig, MoEConfig, PipelineSchedule
 from forge.errors import ConfigError
 from forge.training.parts import build_parts
 from forge.training.plan_layout import build_layout
@@ -137,7 +138,10 @@ models = st.builds(
 )  # fmt: skip
 sizes = st.fixed_dictionaries(
     {dim: st.sampled_from([1, 1, 1, 2, 2, 3, 4]) for dim in ("dp_replicate", "dp_shard", "tp", "cp", "ep", "pp")}
-    | {"pp_schedule": st.sampled_from(layouts.SCHEDULES), "pp_virtual_stages": st.sampled_from([None, None, 1, 2])}
+    | {
+        "pp_schedule": st.sampled_from(get_args(PipelineSchedule)),
+        "pp_virtual_stages": st.sampled_from([None, None, 1, 2]),
+    }
 )
 
 
