@@ -90,7 +90,15 @@ def test_a_run_on_two_ranks_is_the_run_of_one_and_goes_on_at_any_size(tmp_path):
     for key in ("train/loss", "train/grad_norm", "eval/loss", "eval/tokens"):
         assert _curve(pair, key) == pytest.approx(_curve(alone, key), rel=1e-4)
     names = sorted(p.name for p in os.scandir(pair.run_dir))
-    assert names == [".lock", "checkpoints", "config.toml", "metrics.jsonl", "provenance.jsonl", "tensorboard"]
+    assert names == [
+        ".lock",
+        "checkpoints",
+        "config.toml",
+        "metrics.jsonl",
+        "provenance.jsonl",
+        "samples.jsonl",
+        "tensorboard",
+    ]
     stopped = run_ranks(_runs, 2, moved, (1, 3))
     assert all("saved step 4" in rank[0] for rank in stopped), stopped
     run_training(evolve(moved, train=evolve(TRAIN, steps=5)))
