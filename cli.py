@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 from attrs import field, frozen
-from tyro.conf import Positional
+from tyro.conf import Positional, UseAppendAction
 
 from forge.config.checks import integer, number, optional
 from forge.config.flags import parse, parse_job, pop_flag
+from forge.config.run import DistributedConfig
 from forge.errors import ConfigError, ForgeError, RunError, Stopped, did_you_mean
 from forge.logging import complain, process_rank, several_processes
 
@@ -35,6 +36,8 @@ class RunFolder:
     """Checkpoint to take; -1 = the newest."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto = the first CUDA device, else the CPU."""
+    distributed: DistributedConfig = field(factory=DistributedConfig)
+    """Layout over several processes; where no flag of it is given, that of the run."""
 
 
 @frozen
@@ -49,8 +52,10 @@ class Eval(RunFolder):
 class Generate(RunFolder):
     """Text from a trained model."""
 
-    prompt: str = "def "
-    """What the model continues."""
+    prompt: UseAppendAction[tuple[str, ...]] = ()
+    """What the model continues, 'def ' by default; several are continued side by side, each as it would be alone."""
+    prompt_file: UseAppendAction[tuple[Path, ...]] = ()
+    """File whose whole text the model continues; several may be given."""
     max_new_tokens: int = field(default=400, validator=integer(least=0))
     """Tokens to generate."""
     temperature: float = field(default=0.8, validator=number(least=0))
@@ -59,6 +64,10 @@ class Generate(RunFolder):
     """Sample from the k likeliest tokens."""
     top_p: float | None = field(default=None, validator=optional(number(least=0, most=1)))
     """Sample from the likeliest tokens that reach this probability."""
+    min_p: float | None = field(default=None, validator=optional(number(least=0, most=1)))
+    """Sample from tokens at least so likely, relative to the likeliest."""
+    stop: UseAppendAction[tuple[str, ...]] = ()
+    """Text before which a continuation ends; several may be given."""
     seed: int = field(default=0, validator=integer(least=0, most=2**63 - 1))
     """Of the sampling."""
 
@@ -167,28 +176,56 @@ def evaluate(argv: Sequence[str]) -> None:
     from forge.training.loop import describe_eval
     from forge.training.reload import evaluate_run
 
-    metrics = evaluate_run(args.run_dir, step=args.step, device=args.device, batches=args.batches)
-    print(f"{args.run_dir} step {metrics['step']:.0f}: {describe_eval(metrics)} | {metrics['eval/tokens']:.0f} tokens")
+    metrics = evaluate_run(
+        args.run_dir, step=args.step, device=args.device, batches=args.batches, distributed=_layout(args, argv)
+    )
+    if process_rank() == 0:
+        summary, tokens = describe_eval(metrics), metrics["eval/tokens"]
+        print(f"{args.run_dir} step {metrics['step']:.0f}: {summary} | {tokens:.0f} tokens")
 
 
 def generate(argv: Sequence[str]) -> None:
     """Text from a trained model."""
     args = parse(Generate, argv, prog="cli.py generate")
+    from forge.training.generate import Sampling
     from forge.training.progress import visible
     from forge.training.reload import generate_from_run
 
-    text = generate_from_run(
+    made = generate_from_run(
         args.run_dir,
         step=args.step,
         device=args.device,
-        prompt=args.prompt,
+        prompts=_prompts(args),
+        sampling=Sampling(args.temperature, args.top_k, args.top_p, args.min_p),
         max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
         seed=args.seed,
+        stop=args.stop,
+        distributed=_layout(args, argv),
     )
-    print(visible(text) if sys.stdout.isatty() else text)
+    if process_rank() > 0:
+        return
+    for place, sample in enumerate(made.samples, start=1):
+        if len(made.samples) > 1:
+            print(f"--- {place}")
+        print(visible(sample.text) if sys.stdout.isatty() else sample.text)
+    tokens = sum(sample.tokens for sample in made.samples)
+    print(f"{tokens} tokens, {tokens / made.seconds:.1f} a second", file=sys.stderr)
+
+
+def _prompts(args: Generate) -> list[str]:
+    """Those of the command line, then those of files."""
+    prompts = list(args.prompt)
+    for path in args.prompt_file:
+        try:
+            prompts.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--prompt-file {path}: not a readable UTF-8 text ({error})") from None
+    return prompts or ["def "]
+
+
+def _layout(args: RunFolder, argv: Sequence[str]) -> DistributedConfig | None:
+    """The layout that flags ask for; None = that of the run."""
+    return args.distributed if any(word.startswith("--distributed.") for word in argv) else None
 
 
 def prepare(argv: Sequence[str]) -> None:

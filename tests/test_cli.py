@@ -62,6 +62,18 @@ def test_generate_continues_the_prompt_and_repeats_for_a_seed(trained):
     assert call(*argv, 1)[1] == first != call(*argv, 2)[1]
 
 
+def test_generate_continues_prompts_and_files_and_says_how_fast(trained):
+    file = trained.parent / "prompt.txt"
+    file.write_text("5 times")
+    argv = ("generate", "--run-dir", trained.parent / "run", "--max-new-tokens", 8, "--min-p", 0.1, "--stop", "\x00")
+    status, out, err = call(*argv, "--prompt", "3 times", "--prompt-file", file, "--stop", "~")
+    assert status == 0 and re.search(r"^\d+ tokens, \d+\.\d a second$", err.splitlines()[-1])
+    both = re.fullmatch(r"--- 1\n(3 times.*)--- 2\n(5 times.*)", out, re.DOTALL)
+    assert both is not None
+    assert call(*argv, "--prompt", "3 times", "--stop", "~")[1] == both[1]
+    assert call(*argv, "--prompt-file", file, "--stop", "~")[1] == both[2]
+
+
 def test_prepare_makes_a_folder_that_train_reads(preset):
     out = preset.parent / "prepared"
     status, said, _ = call("prepare", "--path", preset.parent / "text", "--out", out, "--eval-fraction", 0.2)

@@ -10,12 +10,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forge.config import ModelConfig
+from forge.model.cache import Keep
 from forge.model.norm import RMSNorm
 from forge.model.rope import RotaryTable, apply_rope
 from forge.model.sequence import SequenceCut
-
-KeyValue = tuple[Tensor, Tensor]
-"""Keys and values of the tokens seen so far, each (B, kv_heads, S, head_width)."""
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -26,7 +24,12 @@ _BACKENDS = {
 
 
 def attention_mask(
-    config: ModelConfig, positions: Tensor, past: int, doc_ids: Tensor | None, cut: SequenceCut | None = None
+    config: ModelConfig,
+    positions: Tensor,
+    past: int,
+    doc_ids: Tensor | None,
+    cut: SequenceCut | None = None,
+    padding: Tensor | None = None,
 ) -> Tensor | None:
     """Which keys each query may see, bool (1 or B, 1, queries, keys); None = plain causal over one square.
 
@@ -37,9 +40,11 @@ def attention_mask(
         past: tokens in the cache before them.
         doc_ids: of the queries, int64 (B, queries); only with an empty cache.
         cut: how the sequence lies over ranks; only with an empty cache.
+        padding: int64 (B,): keys at the start of each row that nobody may see but themselves.
     """
     queries = positions.shape[0]
-    if cut is None and doc_ids is None and past == 0 and (config.sliding_window or queries) >= queries:
+    causal = cut is None and doc_ids is None and padding is None
+    if causal and past == 0 and (config.sliding_window or queries) >= queries:
         return None
     query_at = positions.unsqueeze(1)
     key_at = torch.arange(past + queries if cut is None else cut.whole_length(queries), device=positions.device)
@@ -50,6 +55,8 @@ def attention_mask(
     if doc_ids is not None:
         key_ids = doc_ids if cut is None else cut.gather(doc_ids, -1)
         mask = mask & (doc_ids.unsqueeze(-1) == key_ids.unsqueeze(-2)).unsqueeze(1)
+    if padding is not None:  # a softmax over no key at all would not be a number
+        mask = mask & ((key_at >= padding[:, None, None, None]) | (key_at == query_at))
     return mask
 
 
@@ -73,10 +80,10 @@ class Attention(nn.Module):
         x: Tensor,
         rotary: RotaryTable | None,
         mask: Tensor | None,
-        past: KeyValue | None = None,
+        keep: Keep | None = None,
         cut: SequenceCut | None = None,
-    ) -> tuple[Tensor, KeyValue | None]:
-        """x (B, S, dim) -> (B, S, dim), and the keys and values of past and present tokens where a past is given."""
+    ) -> Tensor:
+        """x (B, S, dim) -> (B, S, dim); with `keep`, over the tokens read before too."""
         q = self.wq(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
         k = self.wk(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
         v = self.wv(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
@@ -84,12 +91,12 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = apply_rope(q, rotary), apply_rope(k, rotary)
-        present = None
-        if past is not None:
-            k, v = present = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
+        if keep is not None:
+            k, v = keep(k, v)
         with self._kernel():
             mixed = self._mix(q, k, v, mask) if cut is None else self._mix_chunks(q, k, v, mask, cut)
-        return self.wo(mixed.transpose(1, 2).flatten(-2)), present
+        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(-2))
+        return out
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(

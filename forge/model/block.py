@@ -7,7 +7,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from forge.config import ModelConfig
-from forge.model.attention import Attention, KeyValue
+from forge.model.attention import Attention
+from forge.model.cache import Keep
 from forge.model.mlp import MLP
 from forge.model.moe import MoE, RouterStats
 from forge.model.norm import build_norm
@@ -18,7 +19,6 @@ from forge.model.sequence import SequenceCut
 class BlockOutput(NamedTuple):
     """What a block leaves besides the residual stream."""
 
-    cache: KeyValue | None  # keys and values, where a past was given
     router: RouterStats | None  # what the router did, in a block with experts
 
 
@@ -37,14 +37,13 @@ class Block(nn.Module):
         x: Tensor,
         rotary: RotaryTable | None,
         mask: Tensor | None,
-        past: KeyValue | None = None,
+        keep: Keep | None = None,
         router_bias: Tensor | None = None,
         cut: SequenceCut | None = None,
     ) -> tuple[Tensor, BlockOutput]:
         """x (B, S, dim) -> (B, S, dim) and the rest."""
-        mixed, cache = self.attn(self.attn_norm(x), rotary, mask, past, cut)
-        x = x + mixed
+        x = x + self.attn(self.attn_norm(x), rotary, mask, keep, cut)
         if isinstance(self.mlp, MoE):
             mixed, router = self.mlp(self.mlp_norm(x), router_bias, cut)
-            return x + mixed, BlockOutput(cache, router)
-        return x + self.mlp(self.mlp_norm(x)), BlockOutput(cache, None)
+            return x + mixed, BlockOutput(router)
+        return x + self.mlp(self.mlp_norm(x)), BlockOutput(None)

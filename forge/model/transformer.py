@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from forge.config import ModelConfig
-from forge.model.attention import KeyValue, attention_mask
+from forge.model.attention import attention_mask
 from forge.model.block import Block, BlockOutput
+from forge.model.cache import Cache
 from forge.model.head import head_logits
 from forge.model.norm import build_norm
 from forge.model.rope import rotary_table
@@ -41,7 +43,7 @@ class Transformer(nn.Module):
         doc_ids: Tensor | None = None,
         *,
         output: OutputFn | None = None,
-        past: Sequence[KeyValue] | None = None,
+        past: Cache | None = None,
         router_bias: Mapping[str, Tensor] | None = None,
         hidden: Tensor | None = None,
     ) -> Any:
@@ -54,26 +56,32 @@ class Transformer(nn.Module):
             input_ids: int64 (B, S).
             doc_ids: int64 (B, S); tokens attend only within their document.
             output: makes the result; without it fp32 logits (B, S, V).
-            past: keys and values of the tokens before, one pair a block (empty ones to start a cache).
+            past: what was kept of the tokens before; what is read now is kept behind it, and not yet counted as read.
             router_bias: balancing bias (E,) by block index, for sigmoid routers.
             hidden: (B, S, dim) from the pipeline stage before, on a stage that does not embed `input_ids`. A stage
                 before the last hands `output` the hidden states of its last block, and no row of the head.
         """
-        seen = past[0][0].shape[2] if past else 0
+        seen = 0 if past is None else past.length
+        padding = None if past is None else past.padding
         rotary = None
         cut = self.cut if past is None else None  # with a cache every rank has whole sequences
         positions = token_positions(input_ids.shape[-1], seen, cut, input_ids.device)
         counted = positions
         if self.config.restart_positions and doc_ids is not None:
             counted = document_positions(doc_ids, cut)
+        if padding is not None:
+            counted = (positions - padding.unsqueeze(1)).clamp(min=0)
+        if past is not None:  # what only fills up a share of the sequence may lie beyond
+            counted = counted.clamp(max=self.config.max_seq_len - 1)
         x = self._embedded(input_ids, counted) if hidden is None else hidden
         if self.config.position == "rope":
             rotary = rotary_table(counted, self.config)
-        mask = attention_mask(self.config, positions, seen, doc_ids, cut)
+        mask = attention_mask(self.config, positions, seen, doc_ids, cut, padding)
         left: list[BlockOutput] = []
         biases = router_bias or {}
         for layer, block in self.blocks.items():
-            x, rest = block(x, rotary, mask, past[int(layer)] if past else None, biases.get(layer), cut)
+            keep = None if past is None else partial(past.keep, layer)
+            x, rest = block(x, rotary, mask, keep, biases.get(layer), cut)
             left.append(rest)
         if self.norm is None:
             return (output or self.logits)(x, x.new_empty(0, x.shape[-1]), left)

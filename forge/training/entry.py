@@ -37,16 +37,17 @@ from forge.resilience import (
 )
 from forge.training.data_pipeline import DataPipeline, build_data_pipeline, open_feed, prepare_data
 from forge.training.eval import run_eval_sets
+from forge.training.generate import Sampling
 from forge.training.hooks import Hook, HookRunner
 from forge.training.loop import Loop, run_loop
 from forge.training.optimizer import eval_params
-from forge.training.parts import Parts, build_parts, initial_state, step_for, whole_params
+from forge.training.parts import Parts, build_parts, initial_state, step_for
 from forge.training.profiling import profile_window
 from forge.training.progress import SILENT, Progress, counting_progress, training_progress
 from forge.training.provenance import record_start
 from forge.training.reload import restore
 from forge.training.runtime import Runtime, deterministic_kernels, open_runtime
-from forge.training.samples import record_sample, sample_text
+from forge.training.samples import record_sample, sample_texts
 from forge.training.saving import background_saver, build_save
 from forge.training.state import TrainState
 from forge.training.step import TrainStep
@@ -292,8 +293,13 @@ def _announce(config: JobConfig, parts: Parts, data: DataPipeline, done: int, pr
 def _farewell(config: JobConfig, parts: Parts, data: DataPipeline, state: TrainState, progress: Progress) -> None:
     """A sample of what the model writes, and how to go on."""
     if config.eval.sample_tokens:
-        params = whole_params(parts, eval_params(parts.optimizer, state.params, state.opt_state))
-        text = sample_text(config, params, state.extras, data.tokenizer)
+        params = eval_params(parts.optimizer, state.params, state.opt_state)
+        asked = Sampling(temperature=config.eval.sample_temperature)
+        (sample,) = sample_texts(
+            config, parts, params, state.extras, data.tokenizer, [config.eval.sample_prompt], asked,
+            max_new_tokens=config.eval.sample_tokens,
+        )  # fmt: skip
+        text = sample.text
         progress.note("a sample:\n" + "\n".join("    " + line for line in text.splitlines()))
         if parts.runtime.leads:
             record_sample(Path(config.run_dir) / "samples.jsonl", int(state.step), text)

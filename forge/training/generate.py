@@ -1,122 +1,130 @@
-"""Text from a model, token by token, with a cache of keys and values."""
+"""Text from a model, token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from attrs import frozen
 from torch import Tensor
-from torch.func import functional_call
+from torch.nn import functional as F
 
-from forge.config import ModelConfig
 from forge.errors import ConfigError
-from forge.model import Transformer
-from forge.model.attention import KeyValue
-from forge.model.block import BlockOutput
-from forge.model.head import head_logits
-from forge.pytree import PyTree
-from forge.training.extras import router_bias
+from forge.model.cache import Cache
+from forge.training.reading import Read
+
+
+@frozen
+class Sampling:
+    """How a token is drawn.
+
+    Raises:
+        ConfigError: an impossible value.
+    """
+
+    temperature: float = 1.0  # divides the logits; 0 takes the likeliest token
+    top_k: int | None = None  # keep the k likeliest tokens
+    top_p: float | None = None  # keep the likeliest that together reach this probability (Holtzman et al. 2020)
+    min_p: float | None = None  # keep those at least so likely, relative to the likeliest (Nguyen et al. 2024)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ConfigError(f"temperature must be >= 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k must be >= 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p must be in [0, 1], got {self.min_p}")
 
 
 def generate(
-    model: Transformer,
-    params: dict[str, Tensor],
-    prompt: Tensor,
+    read: Read,
+    prompts: Sequence[Tensor],
+    sampling: Sampling,
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
+    max_seq_len: int,
+    seeds: Sequence[int] | None = None,
     stop_id: int | None = None,
-    extras: PyTree | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next token of every row, int64 (B,), until `max_new_tokens` or all rows have met `stop_id`.
 
-    Past `model.max_seq_len` the oldest half of the context is dropped and the rest is read again.
+    A row is what it would be alone: shorter ones are padded on the left, and each draws from a generator of its own.
+    Where a row grows past `max_seq_len` the oldest half of it is dropped, and everything is read again.
 
     Args:
-        prompt: int64 (B, S), S >= 1.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: keep the k likeliest tokens.
-        top_p: keep the likeliest tokens that together reach this probability (Holtzman et al. 2020).
-        extras: the state's, for the routers' biases.
-        seed: of a generator of its own; the global RNG is not touched.
+        read: the model, see `open_reader`.
+        prompts: int64 (S,) each, S >= 1, on one device.
+        max_seq_len: most tokens that the model can look at.
+        seeds: of each row; the global RNG is not touched. Unset = 0 for all.
 
     Raises:
-        ConfigError: an empty prompt or an impossible sampling parameter.
+        ConfigError: an empty prompt.
     """
-    _check(prompt, temperature, top_k, top_p)
-    config = model.config
-    generator = torch.Generator(device=prompt.device).manual_seed(seed)
-    context, unread = prompt[:, -config.max_seq_len :], prompt[:, -config.max_seq_len :]
-    past = empty_cache(config, prompt.shape[0], params["embed.weight"])
-    finished = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
-    for _ in range(max_new_tokens):
-        logits, past = next_logits(model, params, unread, past, extras)
-        token = sample(logits, temperature, top_k, top_p, generator)
+    context, padding = _side_by_side(prompts, max_seq_len)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds or [0] * len(prompts)]
+    finished = torch.zeros_like(padding, dtype=torch.bool)
+    unread, cache = context, _cache(padding)
+    for made in range(max_new_tokens):
+        logits = read(unread, cache)
+        draws = torch.stack([torch.rand((), dtype=torch.float64, generator=generator) for generator in generators])
+        token = sample(logits, sampling, draws.to(logits.device))
         if stop_id is not None:
             token = torch.where(finished, stop_id, token)
             finished = finished | (token == stop_id)
         yield token
-        if finished.all():
+        if made + 1 == max_new_tokens or finished.all():
             return
         context = torch.cat((context, token.unsqueeze(1)), dim=1)
-        if context.shape[1] > config.max_seq_len:
-            context = unread = context[:, -(config.max_seq_len // 2 or 1) :]
-            past = empty_cache(config, prompt.shape[0], params["embed.weight"])
+        full = context.shape[1] - padding > max_seq_len
+        if context.shape[1] > max_seq_len and full.any():
+            padding = torch.where(full, context.shape[1] - (max_seq_len // 2 or 1), padding)
+            context, padding = _trimmed(context, padding)
+            unread, cache = context, _cache(padding)
         else:
             unread = token.unsqueeze(1)
 
 
-def empty_cache(config: ModelConfig, rows: int, like: Tensor) -> list[KeyValue]:
-    """A cache that has seen nothing, in the dtype and on the device of `like`."""
-    empty = like.new_empty(rows, config.kv_heads, 0, config.head_width)
-    return [(empty, empty)] * config.n_layers
+def _side_by_side(prompts: Sequence[Tensor], longest: int) -> tuple[Tensor, Tensor]:
+    """The ends of the prompts as one (B, S), padded on the left, and how far each is, (B,)."""
+    for prompt in prompts:
+        if prompt.dim() != 1 or not prompt.numel():
+            raise ConfigError(f"prompt must be a row of at least one token, got {tuple(prompt.shape)}")
+    if not prompts:
+        raise ConfigError("prompts must hold at least one prompt")
+    width = min(longest, max(prompt.numel() for prompt in prompts))
+    ends = [prompt[-width:] for prompt in prompts]
+    padding = torch.tensor([width - end.numel() for end in ends], device=ends[0].device)
+    return torch.stack([F.pad(end, (width - end.numel(), 0)) for end in ends]), padding
 
 
-@torch.no_grad()
-def next_logits(
-    model: Transformer,
-    params: dict[str, Tensor],
-    unread: Tensor,
-    past: list[KeyValue],
-    extras: PyTree | None = None,
-) -> tuple[Tensor, list[KeyValue]]:
-    """Read int64 (B, S) after the cached tokens: fp32 logits (B, V) of the token that follows, and the new cache."""
-
-    def output(hidden: Tensor, weight: Tensor, blocks: list[BlockOutput]) -> tuple[Tensor, list[KeyValue]]:
-        logits = head_logits(hidden[:, -1], weight, model.config.logit_softcap)
-        return logits, [block.cache for block in blocks if block.cache is not None]
-
-    return functional_call(model, params, (unread,), {"output": output, "past": past, **router_bias(extras or {})})
+def _trimmed(context: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+    """The same rows without the places that are padding in all of them."""
+    start = int(padding.min())
+    return context[:, start:], padding - start
 
 
-def sample(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
-) -> Tensor:
-    """One token a row, int64 (B,), from logits (B, V)."""
-    if temperature == 0:
+def _cache(padding: Tensor) -> Cache:
+    return Cache(padding if bool(padding.any()) else None)
+
+
+def sample(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
+    """One token a row, int64 (B,), from logits (B, V) and numbers of [0, 1), fp64 (B,): equal draws, equal tokens."""
+    if sampling.temperature == 0:
         return logits.argmax(dim=-1)
     # Relative to the largest: a tiny temperature divides to -inf, never to inf - inf.
     logits = logits - logits.amax(dim=-1, keepdim=True)
-    probabilities = (logits / temperature).softmax(dim=-1)
-    ordered, ids = probabilities.sort(dim=-1, descending=True)
+    ordered, ids = (logits / sampling.temperature).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
-    if top_k is not None:
-        keep[:, top_k:] = False
-    if top_p is not None:
-        keep &= ordered.cumsum(dim=-1) - ordered < top_p  # the token that crosses the line is kept
-    drawn = torch.multinomial(ordered * keep, 1, generator=generator)
-    return ids.gather(-1, drawn).squeeze(-1)
-
-
-def _check(prompt: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> None:
-    if prompt.dim() != 2 or prompt.shape[1] == 0:
-        raise ConfigError(f"prompt must be (batch, tokens) with at least one token, got {tuple(prompt.shape)}")
-    if not temperature >= 0:
-        raise ConfigError(f"temperature must be >= 0, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k must be >= 1, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"top_p must be in (0, 1], got {top_p}")
+    if sampling.top_k is not None:
+        keep[:, sampling.top_k :] = False
+    if sampling.top_p is not None:
+        keep &= ordered.cumsum(dim=-1) - ordered < sampling.top_p  # the token that crosses the line is kept
+    if sampling.min_p is not None:
+        keep &= ordered >= sampling.min_p * ordered[:, :1]
+    kept = (ordered * keep).double()
+    reached = kept.cumsum(dim=-1)
+    place = (reached <= draws.unsqueeze(-1) * reached[:, -1:]).sum(dim=-1)
+    place = place.minimum((kept > 0).sum(dim=-1) - 1)  # where rounding put the draw on the end itself
+    return ids.gather(-1, place.unsqueeze(-1)).squeeze(-1)

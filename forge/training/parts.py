@@ -11,8 +11,8 @@ from torch import Tensor
 
 from forge.config import JobConfig
 from forge.distributed.parallelize import allocate, materialize, parallelize, parallelize_stages
-from forge.distributed.pipeline import Stages, build_pipeline_norm, gather_stages
-from forge.distributed.shards import as_sharded, local_part, sharded_norm, tree_whole
+from forge.distributed.pipeline import Stages, build_pipeline_norm
+from forge.distributed.shards import as_sharded, local_part, sharded_norm
 from forge.model import Transformer, build_model, init_params
 from forge.model.fp8 import check_fp8
 from forge.pytree import PyTree
@@ -132,14 +132,6 @@ def _own(parts: Parts, params: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, parameter in own.items():
         local_part(parameter).copy_(local_part(params[name]))
     return own
-
-
-def whole_params(parts: Parts, params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every parameter of the model in full, on every rank; all ranks must call it together."""
-    if isinstance(parts.model, Stages):
-        assert parts.runtime.mesh is not None
-        return gather_stages(params, parts.runtime.mesh)
-    return tree_whole(params)
 
 
 def template_state(config: JobConfig, parts: Parts, step: int) -> TrainState:

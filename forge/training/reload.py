@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -17,14 +20,16 @@ from forge.checkpoint import (
     read_manifest,
     verify_checkpoint,
 )
-from forge.config import JobConfig, load_config
-from forge.data import build_tokenizer
+from forge.config import DistributedConfig, JobConfig, load_config
+from forge.data import Batch, build_tokenizer, share_of
+from forge.distributed.launch import find_launch
 from forge.errors import CheckpointError
-from forge.training.data_pipeline import build_data_pipeline
+from forge.training.data_pipeline import build_data_pipeline, prepare_data
 from forge.training.eval import run_eval_sets
+from forge.training.generate import Sampling
 from forge.training.parts import Parts, adopt, build_parts, initial_state, template_state
-from forge.training.runtime import build_runtime
-from forge.training.samples import sample_text
+from forge.training.runtime import Runtime, build_runtime, open_runtime
+from forge.training.samples import Sample, sample_texts
 from forge.training.state import TrainState
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -43,8 +48,16 @@ class Trained:
         return self.parts.optimizer.eval_params(self.state.params, self.state.opt_state)
 
 
+@frozen
+class Generated:
+    """Texts, and how long they took."""
+
+    samples: list[Sample]
+    seconds: float
+
+
 def load_run(run_dir: str | Path, *, step: int = -1, device: Device = "auto") -> Trained:
-    """Read a run's state back.
+    """Read a run's state back, whole, into this process.
 
     Args:
         step: which checkpoint; -1 = the newest sound one.
@@ -53,14 +66,44 @@ def load_run(run_dir: str | Path, *, step: int = -1, device: Device = "auto") ->
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    root = Path(run_dir) / "checkpoints"
-    path = choose_checkpoint(root, step)
-    config = load_config(path / "config.toml")
+    path = choose_checkpoint(Path(run_dir) / "checkpoints", step)
+    config = _to_use(load_config(path / "config.toml"), device)
+    return _load(path, config, build_runtime(config))
+
+
+@contextmanager
+def open_run(
+    run_dir: str | Path, *, step: int = -1, device: Device = "auto", distributed: DistributedConfig | None = None
+) -> Generator[Trained, None, None]:
+    """A run's state, laid out over all processes of the job for as long as the context lasts.
+
+    Args:
+        distributed: how it is laid out over several processes; unset = as it was trained.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: the layout does not fit the number of processes.
+    """
+    path = choose_checkpoint(Path(run_dir) / "checkpoints", step)
+    config = _to_use(load_config(path / "config.toml"), device)
+    ranks = find_launch().world_size
+    layout = DistributedConfig() if ranks == 1 else distributed or config.distributed
+    # Any layout can cut so many sequences, whatever an update was made of.
+    train = evolve(config.train, micro_batch_size=1, global_batch_size=ranks)
+    config = evolve(config, distributed=layout, train=train)
+    with open_runtime(config) as runtime:
+        yield _load(path, config, runtime)
+
+
+def _to_use(config: JobConfig, device: Device) -> JobConfig:
     # Without a backward pass there is nothing to recompute, one evaluation does not pay for compiling, and weights
     # trained through fp8 products are whole.
     train = evolve(config.train, device=device, compile=False, activation_checkpointing="none", fp8=False)
-    config = evolve(config, train=train)
-    parts = build_parts(config, build_runtime(config))
+    return evolve(config, train=train)
+
+
+def _load(path: Path, config: JobConfig, runtime: Runtime) -> Trained:
+    parts = build_parts(config, runtime)
     return Trained(config, parts, restore(path, config, parts))
 
 
@@ -98,44 +141,58 @@ def choose_checkpoint(root: Path, step: int) -> Path:
     return path
 
 
-def evaluate_run(run_dir: str | Path, *, step: int = -1, device: Device = "auto", batches: int) -> dict[str, float]:
-    """`run_eval_sets` of a run's checkpoint, at most `batches` batches a set; `step` among the results."""
-    trained = load_run(run_dir, step=step, device=device)
-    asked = evolve(trained.config.eval, interval=1, batches=batches)
-    data = build_data_pipeline(evolve(trained.config, eval=asked))
-    metrics = run_eval_sets(
-        trained.parts.eval_step,
-        trained.params(),
-        trained.state.extras,
-        data.eval_sets,
-        place=lambda batch: batch.to(trained.parts.runtime.device),
-    )
-    return {"step": float(trained.state.step), **metrics}
+def evaluate_run(
+    run_dir: str | Path,
+    *,
+    step: int = -1,
+    device: Device = "auto",
+    batches: int,
+    distributed: DistributedConfig | None = None,
+) -> dict[str, float]:
+    """`run_eval_sets` of a run's checkpoint, at most `batches` batches a set; `step` among the results.
+
+    Of several ranks each computes its share of every batch, and all get the same.
+    """
+    with open_run(run_dir, step=step, device=device, distributed=distributed) as trained:
+        runtime = trained.parts.runtime
+        config = evolve(trained.config, eval=evolve(trained.config.eval, interval=1, batches=batches))
+        if runtime.leads:
+            prepare_data(config)
+        runtime.barrier()
+
+        def place(batch: Batch) -> Batch:
+            return share_of(batch, runtime.data_rank, runtime.data_ranks).to(runtime.device)
+
+        sets = build_data_pipeline(config).eval_sets
+        found = run_eval_sets(trained.parts.eval_step, trained.params(), trained.state.extras, sets, place=place)
+        return {"step": float(trained.state.step), **found}
 
 
 def generate_from_run(
     run_dir: str | Path,
     *,
-    prompt: str,
+    prompts: Sequence[str],
+    sampling: Sampling,
     max_new_tokens: int,
     step: int = -1,
     device: Device = "auto",
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     seed: int = 0,
-) -> str:
-    """`sample_text` from a run's checkpoint."""
-    trained = load_run(run_dir, step=step, device=device)
-    return sample_text(
-        trained.config,
-        trained.params(),
-        trained.state.extras,
-        build_tokenizer(trained.config.data.tokenizer),
-        prompt=prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-    )
+    stop: Sequence[str] = (),
+    distributed: DistributedConfig | None = None,
+) -> Generated:
+    """`sample_texts` from a run's checkpoint; of several ranks all get the same."""
+    with open_run(run_dir, step=step, device=device, distributed=distributed) as trained:
+        start = time.perf_counter()
+        samples = sample_texts(
+            trained.config,
+            trained.parts,
+            trained.params(),
+            trained.state.extras,
+            build_tokenizer(trained.config.data.tokenizer),
+            prompts,
+            sampling,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            stop=stop,
+        )
+        return Generated(samples, time.perf_counter() - start)

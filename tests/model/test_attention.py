@@ -10,7 +10,7 @@ from attrs import evolve
 from torch.func import functional_call
 
 from forge.config import ModelConfig
-from forge.model.attention import Attention
+from forge.model.attention import Attention, attention_mask
 from forge.model.rope import apply_rope, rotary_table
 
 CONFIG = ModelConfig(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=6, vocab_size=19, max_seq_len=32)
@@ -65,15 +65,14 @@ def _written_out(config, w, x, allowed):
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def test_attention_is_its_formula(config):
     attention, w = _attention(config)
-    found, cache = functional_call(attention, w, (X, ROTARY, None))
-    assert cache is None
+    found = functional_call(attention, w, (X, ROTARY, None))
     torch.testing.assert_close(found, _written_out(config, w, X, lambda i, j: j <= i), rtol=1e-4, atol=1e-5)
 
 
 def test_a_mask_says_which_keys_each_query_sees():
     attention, w = _attention(CONFIG)
     mask = torch.tensor([[(i * 3 + j) % 4 != 0 or i == j for j in range(TOKENS)] for i in range(TOKENS)])
-    found, _ = functional_call(attention, w, (X, ROTARY, mask[None, None]))
+    found = functional_call(attention, w, (X, ROTARY, mask[None, None]))
     expected = _written_out(CONFIG, w, X, lambda i, j: bool(mask[i, j]))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -85,13 +84,22 @@ def test_the_output_bias_is_of_full_biases_only():
     assert not any("bias" in name or "norm" in name for name in names["grouped keys"])
 
 
-def test_the_cache_holds_keys_and_values_of_every_token_seen():
+def test_what_is_kept_is_attended_to():
     attention, w = _attention(CONFIG)
-    empty = X.new_empty(2, 2, 0, 6)
-    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[None, None]
-    _, (keys, values) = functional_call(attention, w, (X, ROTARY, mask, (empty, empty)))
-    assert keys.shape == values.shape == (2, 2, TOKENS, 6)
+    mask, kept = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[None, None], []
+
+    def keep(keys, values):
+        kept.append((keys, values))
+        return tuple(torch.cat(parts, dim=2) for parts in zip(*kept, strict=True))
+
+    whole = functional_call(attention, w, (X, ROTARY, mask))
+    functional_call(attention, w, (X[:, :-1], rotary_table(torch.arange(TOKENS - 1), CONFIG), None, keep))
     last = rotary_table(torch.tensor([TOKENS - 1]), CONFIG)
-    shorter = (keys[:, :, :-1], values[:, :, :-1])
-    _, (again, _) = functional_call(attention, w, (X[:, -1:], last, mask[:, :, -1:], shorter))
-    torch.testing.assert_close(again, keys)
+    found = functional_call(attention, w, (X[:, -1:], last, mask[:, :, -1:], keep))
+    torch.testing.assert_close(found, whole[:, -1:])
+
+
+def test_padding_is_seen_by_nobody_but_itself():
+    found = attention_mask(CONFIG, torch.arange(4), 0, None, padding=torch.tensor([0, 2]))
+    assert found[0, 0].tolist() == torch.ones(4, 4, dtype=torch.bool).tril().tolist()
+    assert found[1, 0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from forge.config import ModelConfig
 from forge.model import build_model, init_params
+from forge.model.cache import Cache
 
 SMALL = ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=19, max_seq_len=32)
 
@@ -62,16 +63,10 @@ def test_the_cache_equals_full_recomputation(config):
     model = build_model(config)
     params = init_params(model, config, 0)
     ids = _ids()
-    empty = torch.empty(2, config.kv_heads, 0, config.head_width)
-    past = [(empty, empty)] * config.n_layers
-
-    def output(hidden, weight, blocks):
-        return model.logits(hidden, weight, blocks), [block.cache for block in blocks]
-
-    pieces = []
+    past, pieces = Cache(), []
     for part in ids.split([5, 1, 1, 4, 1], dim=1):
-        logits, past = functional_call(model, params, (part,), {"output": output, "past": past})
-        pieces.append(logits)
+        pieces.append(functional_call(model, params, (part,), {"past": past}))
+        past.advance(part.shape[1])
     torch.testing.assert_close(torch.cat(pieces, dim=1), _logits(config, ids), rtol=1e-4, atol=1e-5)
 
 

@@ -25,6 +25,7 @@ from forge.config import (
 from forge.errors import CheckpointError, RunError
 from forge.pytree import tree_equal
 from forge.training import run_training
+from forge.training.generate import Sampling
 from forge.training.reload import evaluate_run, generate_from_run, load_run
 
 
@@ -76,7 +77,7 @@ def test_loading_leaves_the_run_folder_alone(job, state):
     before = content()
     load_run(job.run_dir)
     evaluate_run(job.run_dir, batches=1)
-    generate_from_run(job.run_dir, prompt="3", max_new_tokens=2)
+    generate_from_run(job.run_dir, prompts=["3"], sampling=Sampling(), max_new_tokens=2)
     assert content() == before
 
 
@@ -96,7 +97,14 @@ def test_an_evaluation_asked_for_more_batches_than_there_are_takes_each_once(job
 
 
 def test_generation_repeats_for_a_seed(job, state):
-    texts = [generate_from_run(job.run_dir, prompt="3 times", max_new_tokens=8, seed=seed) for seed in (0, 0, 1)]
+    def text(seed):
+        made = generate_from_run(
+            job.run_dir, prompts=["3 times", "7"], sampling=Sampling(), max_new_tokens=8, seed=seed
+        )
+        assert made.seconds > 0 and made.samples[1].text.startswith("7")
+        return made.samples[0].text
+
+    texts = [text(seed) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert texts[0].startswith("3 times")
 
