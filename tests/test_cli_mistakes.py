@@ -227,7 +227,10 @@ def test_an_impossible_rate_is_refused(preset, rate):
         (["--gpus"], "--gpus needs a value"),
         (["--gpus", "6", "--distributed.tp", "4"], "does not divide the 6 processes"),
         (["--gpus", "3"], "global_batch_size = 4 is not divisible by train.micro_batch_size = 2 x 3"),
-        (["--distributed.tp", "2"], "model.vocab_size = 257 is not divisible by distributed.tp = 2"),
+        (
+            ["--distributed.tp", "2", "--train.seq-len", "15"],
+            "train.seq_len = 15 is not divisible by distributed.tp = 2",
+        ),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_by_plan(preset, flags, message):
