@@ -65,9 +65,8 @@ def _reads(run_dir, flags) -> tuple[str, str, str]:
 def _on_two_ranks(job):
     found = {name: _reads(job.run_dir, flags) for name, *flags in LAYOUTS}
     ends = {}
-    for dim in ("dp_shard", "tp", "pp"):
-        micro = 1 if dim == "pp" else 2
-        own = evolve(job, run_dir=f"{job.run_dir}-{dim}", train=evolve(job.train, micro_batch_size=micro))
+    for dim in ("dp_shard", "tp"):
+        own = evolve(job, run_dir=f"{job.run_dir}-{dim}", train=evolve(job.train, micro_batch_size=2))
         own = evolve(own, distributed=evolve(job.distributed, **{dim: 2}))
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
