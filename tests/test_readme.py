@@ -21,7 +21,8 @@ from forge.errors import ForgeError
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
-    name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+    name: (ROOT / name).read_text(encoding="utf-8")
+    for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/promises.md")
 }
 README = PAGES["README.md"]
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
