@@ -10,7 +10,7 @@ from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no installed package
 
-from benchmarks import data, layouts, presets, sides, step
+from benchmarks import data, floors, layouts, presets, sides, step
 from benchmarks.__main__ import main, run
 from benchmarks.layout_runs import Measured, Turns
 from benchmarks.memory import peak_memory
@@ -242,3 +242,21 @@ def test_the_overhead_is_the_ratio_of_medians_and_needs_the_same_losses():
 def test_a_wrong_flag_of_the_layouts_is_one_line_and_status_2(capsys):
     assert layouts.main(["--repeats", "0"]) == 2
     assert capsys.readouterr().err.startswith("error: repeats must be")
+
+
+def test_both_adamw_of_the_floor_take_the_same_step():
+    before, grads = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    ours, theirs = before.clone(), before.clone()
+    turns = floors.adamw_sides(list(ours), theirs_list := list(theirs), list(grads))
+    for _ in range(3):
+        for turn in turns.values():
+            turn()
+    assert not torch.equal(ours, before)
+    torch.testing.assert_close(ours, torch.stack([param.detach() for param in theirs_list]))
+
+
+def test_the_page_of_floors_says_what_is_met():
+    rates = {"forge": 9e9, "torch": 10e9, "copy": 10e9}
+    starts = {"nothing": 0.0, "import torch": 1.0, "import torch, forge": 1.25, "cli.py --help": 0.6}
+    page = floors.to_markdown(rates, starts, {**HOST, "versions": "none", "load": "0"})
+    assert [row[2] for row in _rows(page, "| target")[2:]] == ["**not met**", "met", "**not met**"]
