@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: time forge against its peer, print the tables, write them to a folder."""
+"""`python -m benchmarks`: time forge against its peers, print the tables, write them to a folder."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from benchmarks.memory import peak_memory
 from benchmarks.profiling import profile_step
 from benchmarks.regimes import Device, Regime, regimes_for
 from benchmarks.report import Result, describe_host, to_markdown, write_report
+from benchmarks.sides import choose
 from benchmarks.step import Say, time_regime
 from forge.config.checks import integer, optional
 from forge.config.flags import parse
@@ -23,12 +24,16 @@ from forge.errors import ForgeError, RunError
 
 @frozen
 class Options:
-    """forge's training step against transformers' LlamaForCausalLM in a plain training loop, in one run."""
+    """forge's training step against other loops, in one run."""
 
     SECTION: ClassVar[str] = ""
 
-    regime: Literal["all", "large-vocabulary", "compute-bound", "overhead-bound"] = "all"
+    regime: Literal[
+        "all", "large-vocabulary", "compute-bound", "overhead-bound", "long-context", "mixture-of-experts", "muon"
+    ] = "all"
     """What to time."""
+    peers: str = "all"
+    """Some of transformers,trainer,hand-written, with commas between them; all = all of them that are installed."""
     repeats: int | None = field(default=None, validator=optional(integer(least=1)))
     """Turns of each side; unset = the regime's own number."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -36,7 +41,7 @@ class Options:
     out: str = str(Path(__file__).parent / "results")
     """Folder for <host kind>.md, .json and .png; a single regime's files carry its name too."""
     compile: bool = False
-    """forge with train.compile, block by block; the peer stays as its plain loop has it."""
+    """forge with train.compile, block by block, and in the hand-written loop too; the peers stay as they are."""
     profile: bool = False
     """Print where the time of one forge step goes, and time nothing."""
 
@@ -54,22 +59,26 @@ def main(argv: Sequence[str]) -> int:
             return 0
         name = "" if options.regime == "all" else f".{options.regime}"
         name += ".compiled" if options.compile else ""
-        run(chosen, device, options.repeats, Path(options.out), name)
+        run(chosen, device, options.repeats, Path(options.out), name, options.peers)
     except ForgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     return 0
 
 
-def run(regimes: Sequence[Regime], device: Device, repeats: int | None, out: Path, name: str = "") -> list[Result]:
+def run(
+    regimes: Sequence[Regime], device: Device, repeats: int | None, out: Path, name: str = "", peers: str = "all"
+) -> list[Result]:
     """Measure the regimes, print the report and write it.
 
     Args:
         repeats: turns of each side; None = the regime's own number.
         out: folder, made if need be.
         name: follows the host's kind in the names of the files.
+        peers: as `--peers` has them.
 
     Raises:
+        ConfigError: an unknown peer.
         RunError: an unwritable folder, or two sides that do not compute the same.
     """
     try:
@@ -77,22 +86,29 @@ def run(regimes: Sequence[Regime], device: Device, repeats: int | None, out: Pat
     except OSError as error:
         raise RunError(f"{out}: cannot be made: {error.strerror}; choose another --out") from None
     host, say = describe_host(device), _progress()
+    sides = {regime.name: choose(peers, regime) for regime in regimes}
     compiled = any(regime.compiled for regime in regimes)
     host["forge"] = "train.compile = true, block by block" if compiled else "eager"
-    results = [_measure(regime, device, repeats or regime.repeats, say) for regime in regimes]
+    results = []
+    for regime in regimes:
+        chosen, left_out = sides[regime.name]
+        for line in left_out:
+            say(line)
+        results.append(_measure(regime, chosen, device, repeats or regime.repeats, say))
+    if lines := [line for _, left_out in sides.values() for line in left_out]:
+        host["left out"] = "; ".join(lines)
     print(to_markdown(results, host))
     for line in write_report(results, host, out, host["kind"] + name):
         say(line)
     return results
 
 
-def _measure(regime: Regime, device: Device, repeats: int, say: Say) -> Result:
+def _measure(regime: Regime, sides: Sequence[str], device: Device, repeats: int, say: Say) -> Result:
     sizes = {}
-    for side in ("transformers", "forge"):
+    for side in sides:
         say(f"{regime.name}: peak memory of {side}, in a process of its own")
         sizes[side] = peak_memory(regime, side, device)
-    timings = time_regime(regime, device, repeats, say)
-    return Result(regime, timings, peer_bytes=sizes["transformers"], forge_bytes=sizes["forge"])
+    return Result(regime, time_regime(regime, sides, device, repeats, say), sizes)
 
 
 def _progress() -> Say:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import attrs
 
-from benchmarks.peers import SIDES
 from benchmarks.regimes import Device, Regime, timed_precision
+from benchmarks.sides import SIDES
 from forge.errors import RunError
 from forge.metrics import get_memory_stats, reset_peak_memory
 

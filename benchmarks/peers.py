@@ -1,4 +1,4 @@
-"""Both sides behind one interface: `step()` takes one update and returns its loss, on the device."""
+"""forge and its peers behind one interface: `step()` takes one update and returns its loss, on the device."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.regimes import Device, Precision, Regime, job_config
-from forge.config import AdamW, JobConfig, ModelConfig
+from forge.checkpoint.huggingface.config_json import write_config_json
+from forge.checkpoint.huggingface.families import family_of
+from forge.checkpoint.huggingface.tensors import origins, to_family
+from forge.config import AdamW, JobConfig, ModelConfig, Muon
 from forge.data.batch import IGNORE, Batch
+from forge.distributed.parallelize import materialize, parallelize
 from forge.errors import RunError
 from forge.model import build_model, init_params
+from forge.training.loss import build_loss_fn, count_targets
 from forge.training.optimizer import decays, parameter_roles
 from forge.training.parts import build_parts, initial_state, step_for
 from forge.training.runtime import build_runtime
@@ -71,10 +76,34 @@ def forge_runner(
     return Runner("forge", step)
 
 
-def peer_runner(
+def handwritten_runner(
     regime: Regime, device: Device, precision: Precision, weights: Mapping[str, Tensor] | None = None
 ) -> Runner:
-    """transformers' Llama in a plain PyTorch training loop.
+    """The floor of overhead: forge's model and loss in the plainest loop, with torch's own optimizer and clipping."""
+    config = job_config(regime, device, precision)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = build_model(config.model)
+    parallelize(model, config, None, compute_dtype=dtype, param_dtype=torch.float32)
+    materialize(model, config, torch.device(device))
+    loss_fn = build_loss_fn(config.train, config.model)
+
+    def loss_of(batch: Batch) -> Tensor:
+        labels = batch.labels[0]
+
+        def mean_loss(hidden: Tensor, weight: Tensor, _: list[Any]) -> Tensor:
+            return loss_fn(hidden, weight, labels, None).total / count_targets(labels)
+
+        with _autocast(device, precision):
+            loss: Tensor = model(batch.input_ids[0], output=mean_loss)
+        return loss
+
+    return Runner("hand-written", plain_step(model, config, loss_of, batches(regime, device)))
+
+
+def transformers_runner(
+    regime: Regime, device: Device, precision: Precision, weights: Mapping[str, Tensor] | None = None
+) -> Runner:
+    """transformers' Llama, or Mixtral where there are experts, in a plain PyTorch training loop.
 
     Args:
         weights: by forge's names, copied in; None = transformers' own initialisation.
@@ -83,95 +112,105 @@ def peer_runner(
         RunError: transformers is not installed.
     """
     config = job_config(regime, device, precision)
-    model = build_llama(config.model)
-    if weights is not None:
-        model.load_state_dict(llama_weights(weights))
-    model = model.to(device).train()
-    optimizer = plain_adamw(model, config)
-    data, max_norm = batches(regime, device), config.train.grad_clip_norm
+    model = build_transformers(config.model, weights).to(device).train()
+
+    def loss_of(batch: Batch) -> Tensor:
+        ids = batch.input_ids[0]
+        with _autocast(device, precision):
+            loss: Tensor = model(input_ids=ids, labels=ids).loss  # the model shifts the labels itself
+        return loss
+
+    return Runner("transformers", plain_step(model, config, loss_of, batches(regime, device)))
+
+
+def plain_step(
+    model: nn.Module, config: JobConfig, loss_of: Callable[[Batch], Tensor], data: Iterator[Batch]
+) -> Callable[[], Tensor]:
+    """What one writes by hand: loss, backward, `clip_grad_norm_`, the optimizer, `zero_grad`."""
+    optimizers, max_norm = plain_optimizers(model, config), config.train.grad_clip_norm
     assert max_norm is not None
 
     def step() -> Tensor:
-        ids = next(data).input_ids[0]
-        with _autocast(device, precision):
-            loss = model(input_ids=ids, labels=ids).loss  # the model shifts the labels itself
+        loss = loss_of(next(data))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return Runner("transformers", step)
+    return step
 
 
-SIDES: dict[str, Build] = {"transformers": peer_runner, "forge": forge_runner}
-"""In the order of their turns."""
-
-
-def build_llama(model: ModelConfig) -> Any:
-    """`LlamaForCausalLM` of a forge model's shape, on the CPU in fp32.
+def build_transformers(model: ModelConfig, weights: Mapping[str, Tensor] | None = None) -> Any:
+    """The model of transformers that forge would export to, on the CPU in fp32, with forge's weights if given.
 
     Raises:
         RunError: transformers is not installed.
     """
     try:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise RunError("the peer is transformers, which is not installed: pip install -e '.[bench]'") from None
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=model.vocab_size,
-            hidden_size=model.dim,
-            intermediate_size=model.ffn_width,
-            num_hidden_layers=model.n_layers,
-            num_attention_heads=model.query_heads,
-            num_key_value_heads=model.kv_heads,
-            max_position_embeddings=model.max_seq_len,
-            rms_norm_eps=model.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
-            tie_word_embeddings=model.tied_embeddings,
-            attn_implementation="sdpa",  # type: ignore[call-arg]  # among its **kwargs
-            use_cache=False,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+    described = write_config_json(model, family_of(model), dtype="float32")
+    config = AutoConfig.for_model(**described | {"use_cache": False, "bos_token_id": None, "eos_token_id": None})
+    peer = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    if weights is not None:
+        peer.load_state_dict(transformers_weights(model, weights), strict=True)
+    return peer
 
 
-_LLAMA_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn.wq": "self_attn.q_proj",
-    "attn.wk": "self_attn.k_proj",
-    "attn.wv": "self_attn.v_proj",
-    "attn.wo": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.w_gate": "mlp.gate_proj",
-    "mlp.w_up": "mlp.up_proj",
-    "mlp.w_down": "mlp.down_proj",
-}
+def transformers_weights(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """forge's weights by the names of the modules of transformers, which stacks the experts of a layer again."""
+    family = family_of(model)
+    dense = {name: weight for name, weight in weights.items() if ".mlp.experts." not in name}
+    found = to_family(origins(family, dense), dense)
+    found = {name.replace(".block_sparse_moe.", ".mlp."): weight for name, weight in found.items()}
+    for layer in range(model.n_layers if model.moe.n_experts else 0):
+        ours, theirs = f"blocks.{layer}.mlp.experts", f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (weights[f"{ours}.{part}"].mT for part in ("w_gate", "w_up", "w_down"))
+        found |= {f"{theirs}.gate_up_proj": torch.cat((gate, up), dim=1), f"{theirs}.down_proj": down}
+    return found
 
 
-def llama_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """forge's weights by Llama's names. Both rotate the pairs (x[i], x[i + d/2]), so no row moves."""
-    outside = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-
-    def llama_name(name: str) -> str:
-        module = name.removesuffix(".weight")
-        if module in outside:
-            return f"{outside[module]}.weight"
-        _, layer, inner = module.split(".", 2)
-        return f"model.layers.{layer}.{_LLAMA_NAMES[inner]}.weight"
-
-    return {llama_name(name): weight for name, weight in weights.items()}
-
-
-def plain_adamw(model: torch.nn.Module, config: JobConfig) -> torch.optim.AdamW:
-    """Fused AdamW with forge's numbers and forge's two groups: matrices decay, norms and embedding do not."""
+def plain_optimizers(model: nn.Module, config: JobConfig) -> list[torch.optim.Optimizer]:
+    """torch's own optimizers with forge's numbers: fused AdamW, or Muon on hidden matrices and AdamW on the rest."""
     chosen = config.optimizer
-    assert isinstance(chosen, AdamW)
+    if isinstance(chosen, AdamW):
+        return [plain_adamw(model, config)]
+    assert isinstance(chosen, Muon)
     roles = parameter_roles(model)
+    hidden = [p for name, p in model.named_parameters() if roles[name] == "hidden"]
+    muon = torch.optim.Muon(
+        hidden,
+        lr=chosen.lr,
+        weight_decay=chosen.weight_decay,
+        momentum=chosen.momentum,
+        nesterov=chosen.nesterov,
+        ns_steps=chosen.ns_steps,
+        adjust_lr_fn="original" if chosen.scaling == "spectral" else "match_rms_adamw",
+    )
+    rest = {name: p for name, p in model.named_parameters() if roles[name] != "hidden"}
+    adam = AdamW(
+        lr=chosen.adam_lr,
+        beta1=chosen.adam_beta1,
+        beta2=chosen.adam_beta2,
+        eps=chosen.adam_eps,
+        weight_decay=chosen.weight_decay,
+    )
+    return [muon, _fused_adamw(rest, adam)]
+
+
+def plain_adamw(model: nn.Module, config: JobConfig) -> torch.optim.AdamW:
+    """Fused AdamW with forge's numbers and forge's two groups: matrices decay, norms and embedding do not."""
+    assert isinstance(config.optimizer, AdamW)
+    return _fused_adamw(dict(model.named_parameters()), config.optimizer)
+
+
+def _fused_adamw(params: Mapping[str, nn.Parameter], chosen: AdamW) -> torch.optim.AdamW:
+    roles = parameter_roles(params)
     groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in model.named_parameters() if decays(roles[name]) is decayed], "weight_decay": decay}
+        {"params": [p for name, p in params.items() if decays(roles[name]) is decayed], "weight_decay": decay}
         for decayed, decay in ((True, chosen.weight_decay), (False, 0.0))
     ]
     return torch.optim.AdamW(groups, lr=chosen.lr, betas=(chosen.beta1, chosen.beta2), eps=chosen.eps, fused=True)

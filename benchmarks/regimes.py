@@ -6,7 +6,7 @@ from typing import Literal
 
 from attrs import evolve, frozen
 
-from forge.config import AdamW, JobConfig, ModelConfig, NoSchedule, TrainConfig
+from forge.config import AdamW, JobConfig, ModelConfig, MoEConfig, Muon, NoSchedule, TrainConfig
 
 Device = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "bf16"]
@@ -25,10 +25,12 @@ class Regime:
     batch: int  # sequences an update
     steps: int  # updates a turn: the clock is read once for all of them
     repeats: int  # turns of each side
-    speed_target: float  # forge's tokens/s over the peer's, at least
-    memory_target: float | None = None  # forge's peak memory over the peer's, at most
+    speed_target: float = 1.0  # forge's tokens/s over the best peer's, at least
+    memory_target: float = 1.0  # forge's peak memory over the smallest peer's, at most
     gemm_target: float | None = None  # forge's FLOP/s over the GEMM rate, at least
-    compiled: bool = False  # forge with train.compile, the peer as it is
+    compiled: bool = False  # forge's model with train.compile, the peers as they are
+    experts: int = 0  # of which each token is sent to two
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
     @property
     def tokens(self) -> int:
@@ -37,14 +39,20 @@ class Regime:
 
 
 _CPU = (
-    Regime("large vocabulary", 32000, 256, 4, 4, 256, 8, 1, 11, speed_target=1.4, memory_target=0.65),
-    Regime("compute bound", 4096, 512, 8, 8, 256, 8, 1, 11, speed_target=1.05, gemm_target=0.85),
+    Regime("large vocabulary", 32000, 256, 4, 4, 256, 8, 1, 11, speed_target=1.5, memory_target=0.65),
+    Regime("compute bound", 4096, 512, 8, 8, 256, 8, 1, 11, gemm_target=0.9),
     Regime("overhead bound", 257, 64, 2, 2, 32, 4, 50, 21, speed_target=1.3),
+    Regime("long context", 4096, 128, 2, 2, 4096, 1, 1, 11),
+    Regime("mixture of experts", 4096, 256, 4, 4, 256, 8, 1, 11, experts=8),
+    Regime("muon", 4096, 256, 4, 4, 256, 8, 1, 11, optimizer="muon"),
 )
 _CUDA = (
     evolve(_CPU[0], vocab_size=128256, dim=1024, n_heads=16, seq_len=1024, steps=5),
     evolve(_CPU[1], vocab_size=32000, dim=2048, n_layers=16, n_heads=16, seq_len=2048, steps=3),
     _CPU[2],
+    evolve(_CPU[3], vocab_size=32000, dim=1024, n_layers=8, n_heads=16, batch=4, steps=3),
+    evolve(_CPU[4], vocab_size=32000, dim=1024, n_layers=8, n_heads=16, seq_len=1024, steps=3),
+    evolve(_CPU[5], vocab_size=32000, dim=1024, n_layers=8, n_heads=16, seq_len=1024, steps=3),
 )
 """The same bottlenecks on a device some thousand times faster: what keeps two cores busy is all overhead there."""
 
@@ -68,6 +76,7 @@ def job_config(regime: Regime, device: Device, precision: Precision) -> JobConfi
             n_heads=regime.n_heads,
             vocab_size=regime.vocab_size,
             max_seq_len=regime.seq_len,
+            moe=MoEConfig(n_experts=regime.experts, aux_loss_weight=0.0),
         ),
         train=TrainConfig(
             seq_len=regime.seq_len,
@@ -78,6 +87,6 @@ def job_config(regime: Regime, device: Device, precision: Precision) -> JobConfi
             compile=regime.compiled,
             grad_clip_norm=1.0,
         ),
-        optimizer=AdamW(),
+        optimizer=Muon() if regime.optimizer == "muon" else AdamW(),
         scheduler=NoSchedule(),
     )

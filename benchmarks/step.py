@@ -1,79 +1,89 @@
-"""The clock: both sides and a large matrix product take turns, so that the machine's moods meet all alike."""
+"""The clock: all sides and a large matrix product take turns, so that the machine's moods meet all alike."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from attrs import frozen
 
-from benchmarks.peers import SIDES, Runner, initial_weights
+from benchmarks.peers import Runner, initial_weights
 from benchmarks.regimes import Device, Regime, timed_precision
+from benchmarks.sides import OURS, SIDES
 from forge.errors import RunError
 
 AGREEMENT_STEPS = 3
 """Updates whose losses are compared: the second depends on the first's gradient, clipping and decay."""
 TOLERANCE = 1e-4
 """Largest relative difference of a loss."""
+MUON_TOLERANCE = 1e-2
+"""The same after an update of Muon: forge's Newton-Schulz coefficients and dtype are not torch's."""
 
 Say = Callable[[str], None]
 
 
 @frozen
 class Timings:
-    """Seconds of every turn of a regime, in turns order: seconds an update, FLOP/s of the matrix products."""
+    """What every turn of a regime took, in turns order."""
 
-    peer_seconds: tuple[float, ...]
-    forge_seconds: tuple[float, ...]
-    gemm_flops: tuple[float, ...]
-    first_losses: tuple[float, float]  # transformers, forge
+    seconds: dict[str, tuple[float, ...]]  # by side: seconds an update
+    gemm_flops: tuple[float, ...]  # FLOP/s of the matrix products
+    first_losses: dict[str, float]  # by side
 
 
-def time_regime(regime: Regime, device: Device, repeats: int, say: Say) -> Timings:
-    """Check that both sides compute the same, then time them turn by turn.
+def time_regime(regime: Regime, names: Sequence[str], device: Device, repeats: int, say: Say) -> Timings:
+    """Check that all sides compute the same, then time them turn by turn.
+
+    Args:
+        names: from `SIDES`, forge last.
 
     Raises:
         RunError: they do not compute the same; nothing is timed.
     """
     precision = timed_precision(device)
     weights = initial_weights(regime)
-    say(f"{regime.name}: building both sides in {precision} on {device}")
-    sides = {name: build(regime, device, precision, weights) for name, build in SIDES.items()}
+    say(f"{regime.name}: building {', '.join(names)} in {precision} on {device}")
+    sides = {name: SIDES[name](regime, device, precision, weights) for name in names}
     judged = sides
     if precision != "fp32":  # in bf16 two right answers differ by more than a wrong one might
-        judged = {name: build(regime, device, "fp32", weights) for name, build in SIDES.items()}
-    losses = check_agreement(regime.name, *judged.values())
-    say(f"{regime.name}: the losses of {len(losses)} updates agree, the first is {losses[0][1]:.5f}")
+        judged = {name: SIDES[name](regime, device, "fp32", weights) for name in names}
+    losses = check_agreement(regime.name, list(judged.values()), MUON_TOLERANCE if regime.optimizer == "muon" else None)
+    say(f"{regime.name}: the losses of {AGREEMENT_STEPS} updates agree, the first is {losses[OURS][0]:.5f}")
     del judged, weights
     product, flops = _matrix_product(device)
     turns = {name: _turn(runner, regime.steps) for name, runner in sides.items()} | {"gemm": product}
     seconds = alternate(turns, repeats, device, lambda line: say(f"{regime.name}: {line}"))
     return Timings(
-        peer_seconds=tuple(s / regime.steps for s in seconds["transformers"]),
-        forge_seconds=tuple(s / regime.steps for s in seconds["forge"]),
+        seconds={name: tuple(s / regime.steps for s in seconds[name]) for name in names},
         gemm_flops=tuple(flops / s for s in seconds["gemm"]),
-        first_losses=losses[0],
+        first_losses={name: found[0] for name, found in losses.items()},
     )
 
 
-def check_agreement(regime: str, peer: Runner, forge: Runner) -> list[tuple[float, float]]:
-    """The losses (peer, forge) of the first updates; they are the warm-up too.
+def check_agreement(regime: str, sides: Sequence[Runner], later: float | None = None) -> dict[str, list[float]]:
+    """The losses of the first updates, by side; they are the warm-up too.
+
+    Args:
+        sides: all are compared with the last.
+        later: largest relative difference after the first update; None = TOLERANCE.
 
     Raises:
-        RunError: a pair differs by more than TOLERANCE.
+        RunError: one differs by more than is tolerated.
     """
-    pairs = []
+    losses: dict[str, list[float]] = {side.name: [] for side in sides}
     for update in range(1, AGREEMENT_STEPS + 1):
-        theirs, ours = float(peer.step()), float(forge.step())
-        if not abs(theirs - ours) <= TOLERANCE * abs(theirs):
-            raise RunError(
-                f"{regime}: at update {update} {peer.name}'s loss is {theirs:.6f} and {forge.name}'s {ours:.6f}:"
-                " they do not compute the same thing, so nothing was timed"
-            )
-        pairs.append((theirs, ours))
-    return pairs
+        for side in sides:
+            losses[side.name].append(float(side.step()))
+        ours, tolerance = losses[sides[-1].name][-1], TOLERANCE if update == 1 or later is None else later
+        for name, (*_, theirs) in losses.items():
+            if not abs(theirs - ours) <= tolerance * abs(ours):
+                raise RunError(
+                    f"{regime}: at update {update} {name}'s loss is {theirs:.6f} and {sides[-1].name}'s {ours:.6f}:"
+                    " they do not compute the same thing, so nothing was timed"
+                )
+    return losses
 
 
 def alternate(

@@ -10,26 +10,28 @@ from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no installed package
 
-from benchmarks import data, layouts, presets, step
+from benchmarks import data, floors, layouts, presets, sides, step
 from benchmarks.__main__ import main, run
 from benchmarks.layout_runs import Measured, Turns
 from benchmarks.memory import peak_memory
-from benchmarks.peers import Runner, build_llama, forge_runner, initial_weights, llama_weights, peer_runner
+from benchmarks.peers import Runner, build_transformers, initial_weights, transformers_runner
 from benchmarks.profiling import profile_step
 from benchmarks.regimes import Regime, job_config, regimes_for
 from benchmarks.report import Result, to_markdown, verdicts, write_report
 from benchmarks.step import Timings, alternate, check_agreement
 from forge.config import load_config
-from forge.errors import RunError
+from forge.errors import ConfigError, RunError
 
 MINUSCULE = Regime("minuscule", 61, 32, 2, 2, 8, 2, 2, 2, speed_target=1.0, memory_target=1.0, gemm_target=0.5)
 HOST = {"kind": "cpu-0-cores", "device": "none"}
 
 
 def _result() -> Result:
-    """forge 2x as fast at the median, in half the memory."""
-    timings = Timings((3.0, 2.0, 4.0), (1.0, 2.0, 1.5), (1e9, 1e9, 1e9), (4.2, 4.2))
-    return Result(MINUSCULE, timings, peer_bytes=4 * 2**20, forge_bytes=2 * 2**20)
+    """forge 2x as fast as its peer at the median, in half the memory."""
+    seconds = {"transformers": (3.0, 2.0, 4.0), "hand-written": (1.0, 2.0, 1.25), "forge": (1.0, 2.0, 1.5)}
+    timings = Timings(seconds, (1e9, 1e9, 1e9), dict.fromkeys(seconds, 4.2))
+    sizes = {"transformers": 4 * 2**20, "hand-written": 2**20, "forge": 2 * 2**20}
+    return Result(MINUSCULE, timings, sizes)
 
 
 def _rows(markdown: str, first_heading: str) -> list[list[str]]:
@@ -54,22 +56,22 @@ def test_every_regime_is_a_config_that_forge_accepts():
 
 def test_the_ratio_is_that_of_medians_and_the_pairs_are_those_of_one_round():
     result = _result()
-    assert result.speed_ratio == pytest.approx(3.0 / 1.5)
-    assert result.paired_ratios == pytest.approx([3.0, 1.0, 4.0 / 1.5])
-    assert result.forge_tokens_per_sec == pytest.approx(2 * 8 / 1.5)
+    assert result.speed_ratio("transformers") == pytest.approx(3.0 / 1.5)
+    assert result.paired_ratios("transformers") == pytest.approx([3.0, 1.0, 4.0 / 1.5])
+    assert result.tokens_per_sec("forge") == pytest.approx(2 * 8 / 1.5)
     assert result.gemm_share(100.0) == pytest.approx(100.0 * result.flops_per_token / 1e9)
 
 
 def test_every_target_is_stated_as_met_or_not_met():
-    speed, memory, gemm = verdicts(_result())
-    assert (speed.met, memory.met, gemm.met) == (True, True, False)
+    speed, memory, overhead, gemm = verdicts(_result())
+    assert (speed.met, memory.met, overhead.met, gemm.met) == (True, True, True, False)
     rows = _rows(to_markdown([_result()], HOST), "| regime | target")
-    assert [row[3] for row in rows[2:]] == ["met", "met", "**not met**"]
+    assert [row[3] for row in rows[2:]] == ["met", "met", "met", "**not met**"]
 
 
 def test_every_row_of_every_table_has_as_many_cells_as_its_head():
     markdown = to_markdown([_result()], HOST)
-    for heading in ("| regime | forge tokens/s", "| regime | target", "| regime | vocabulary"):
+    for heading in ("| regime | side", "| regime | target", "| regime | vocabulary"):
         rows = _rows(markdown, heading)
         assert len(rows) > 2
         assert {len(row) for row in rows} == {len(rows[0])}
@@ -94,14 +96,14 @@ def test_the_sides_take_turns_in_one_order_after_a_warm_up_each():
 def test_sides_whose_losses_differ_are_not_timed(theirs):
     peer, forge = (Runner(name, lambda loss=loss: torch.tensor(loss)) for name, loss in (("p", theirs), ("f", 4.2)))
     with pytest.raises(RunError, match=r"minuscule: at update 1 .* nothing was timed"):
-        check_agreement("minuscule", peer, forge)
+        check_agreement("minuscule", [peer, forge])
 
 
 def test_a_difference_that_only_an_update_shows_is_found():
     losses = iter([4.2, 4.0])
     peer = Runner("p", lambda: torch.tensor(next(losses)))
     with pytest.raises(RunError, match="at update 2"):
-        check_agreement("minuscule", peer, Runner("f", lambda: torch.tensor(4.2)))
+        check_agreement("minuscule", [peer, Runner("f", lambda: torch.tensor(4.2))])
 
 
 def test_a_flag_that_cannot_work_is_one_line_and_status_2(capsys):
@@ -119,7 +121,7 @@ def test_the_profile_names_the_matrix_products_of_a_forge_step():
 def test_without_transformers_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(RunError, match="pip install"):
-        peer_runner(MINUSCULE, "cpu", "fp32")
+        transformers_runner(MINUSCULE, "cpu", "fp32")
 
 
 def test_llama_with_forge_weights_gives_the_logits_of_forge():
@@ -130,22 +132,34 @@ def test_llama_with_forge_weights_gives_the_logits_of_forge():
 
     config, weights = job_config(MINUSCULE, "cpu", "fp32"), initial_weights(MINUSCULE)
     weights = {name: 10 * weight for name, weight in weights.items()}  # so that attention is far from uniform
-    llama = build_llama(config.model)
-    llama.load_state_dict(llama_weights(weights))
+    llama = build_transformers(config.model, weights)
     ids = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours = functional_call(build_model(config.model), weights, (ids,))
         torch.testing.assert_close(llama(ids).logits, ours, rtol=1e-4, atol=1e-4)
 
 
-def test_both_sides_follow_the_same_losses_over_ten_updates(monkeypatch):
+@pytest.mark.parametrize("kind", [{}, {"experts": 4}, {"optimizer": "muon"}], ids=["dense", "experts", "muon"])
+def test_all_sides_follow_the_same_losses_over_ten_updates(kind, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(step, "AGREEMENT_STEPS", 10)
-    weights = initial_weights(MINUSCULE)
-    losses = check_agreement(
-        "minuscule", peer_runner(MINUSCULE, "cpu", "fp32", weights), forge_runner(MINUSCULE, "cpu", "fp32")
-    )
-    assert losses[-1][1] < losses[1][1]
+    regime = evolve(MINUSCULE, **kind)
+    names, _ = sides.choose("all", regime)
+    weights = initial_weights(regime)
+    runners = [sides.SIDES[name](regime, "cpu", "fp32", weights) for name in names]
+    losses = check_agreement("minuscule", runners, step.MUON_TOLERANCE if regime.optimizer == "muon" else None)
+    assert list(losses) == names
+    assert losses["forge"][-1] < losses["forge"][1]
+
+
+def test_a_side_that_cannot_run_is_left_out_with_its_reason(monkeypatch):
+    names, lines = sides.choose("trainer,transformers", evolve(MINUSCULE, optimizer="muon"))
+    assert names == ["transformers", "forge"]
+    assert len(lines) == 1 and "trainer is left out: it takes one optimizer" in lines[0]
+    monkeypatch.setattr(sides, "find_spec", lambda name: None)
+    assert "accelerate is not installed" in sides.choose("all", MINUSCULE)[1][0]
+    with pytest.raises(ConfigError, match=r"peers must be all or some of .* got 'nemo'"):
+        sides.choose("nemo", MINUSCULE)
 
 
 @pytest.mark.slow
@@ -156,14 +170,15 @@ def test_a_whole_run_writes_table_numbers_and_plot(tmp_path, capsys):
     names = {path.suffix: path for path in (tmp_path / "new").iterdir()}
     assert set(names) == {".md", ".json", ".png"}
     printed = capsys.readouterr()
-    rows = _rows(names[".md"].read_text(), "| regime | forge tokens/s")
-    assert rows[2][0] == "minuscule"
+    rows = _rows(names[".md"].read_text(), "| regime | side")
+    assert rows[2][:2] == ["minuscule", "forge"]
     assert names[".md"].read_text() in printed.out
     assert "round 2 of 2" in printed.err
     (found,) = json.loads(names[".json"].read_text())["results"]
-    assert len(found["timings"]["forge_seconds"]) == len(found["timings"]["peer_seconds"]) == MINUSCULE.repeats
-    assert min(found["timings"]["forge_seconds"]) > 0
-    assert found["speed_ratio"] == pytest.approx(result.speed_ratio)
+    seconds = found["timings"]["seconds"]
+    assert {len(taken) for taken in seconds.values()} == {MINUSCULE.repeats} and len(seconds) >= 3
+    assert min(seconds["forge"]) > 0
+    assert found["speed_ratio"]["transformers"] == pytest.approx(result.speed_ratio("transformers"))
     assert found["flops_per_token"] == result.flops_per_token > 0
 
 
@@ -227,3 +242,21 @@ def test_the_overhead_is_the_ratio_of_medians_and_needs_the_same_losses():
 def test_a_wrong_flag_of_the_layouts_is_one_line_and_status_2(capsys):
     assert layouts.main(["--repeats", "0"]) == 2
     assert capsys.readouterr().err.startswith("error: repeats must be")
+
+
+def test_both_adamw_of_the_floor_take_the_same_step():
+    before, grads = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    ours, theirs = before.clone(), before.clone()
+    turns = floors.adamw_sides(list(ours), theirs_list := list(theirs), list(grads))
+    for _ in range(3):
+        for turn in turns.values():
+            turn()
+    assert not torch.equal(ours, before)
+    torch.testing.assert_close(ours, torch.stack([param.detach() for param in theirs_list]))
+
+
+def test_the_page_of_floors_says_what_is_met():
+    rates = {"forge": 9e9, "torch": 10e9, "copy": 10e9}
+    starts = {"nothing": 0.0, "import torch": 1.0, "import torch, forge": 1.25, "cli.py --help": 0.6}
+    page = floors.to_markdown(rates, starts, {**HOST, "versions": "none", "load": "0"})
+    assert [row[2] for row in _rows(page, "| target")[2:]] == ["**not met**", "met", "**not met**"]

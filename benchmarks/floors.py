@@ -1,0 +1,150 @@
+"""`python -m benchmarks.floors`: AdamW's step against the memory's bandwidth, and seconds until a command starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import ClassVar, Literal
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from benchmarks.report import describe_host, markdown_table
+from benchmarks.step import alternate
+from forge.config import AdamW
+from forge.config.checks import integer
+from forge.config.flags import parse
+from forge.errors import ForgeError, RunError
+from forge.training.optimizer import build_optimizer, init_opt_state
+
+ROOT = Path(__file__).parent.parent
+WIDTH = 1024
+ADAMW_BYTES = 7 * 4
+"""A parameter's traffic at least: weight, gradient and two moments read, all but the gradient written, in fp32."""
+STARTS = {
+    "nothing": ("-c", "pass"),
+    "import torch": ("-c", "import torch"),
+    "import torch, forge": ("-c", "import torch, forge"),
+    "cli.py --help": ("cli.py", "--help"),
+}
+
+
+@frozen
+class Options:
+    """AdamW's step against the memory's bandwidth, and the seconds until a command starts."""
+
+    SECTION: ClassVar[str] = ""
+
+    matrices: int = field(default=64, validator=integer(least=1))
+    """Matrices of 1024 x 1024 parameters."""
+    repeats: int = field(default=11, validator=integer(least=1))
+    """Turns of each side."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the optimizer steps."""
+    out: str = str(Path(__file__).parent / "results")
+    """Folder for <host kind>.floors.md."""
+
+
+def adamw_sides(mine: list[Tensor], theirs: list[Tensor], grads: list[Tensor]) -> dict[str, Callable[[], None]]:
+    """forge's donating step on `mine` and torch's fused AdamW on `theirs`, in place and with moments of their own."""
+    config, device = AdamW(), mine[0].device
+    ours = {f"blocks.{index}.mlp.w_up.weight": param for index, param in enumerate(mine)}
+    given = dict(zip(ours, grads, strict=True))
+    optimizer = build_optimizer(config, dict.fromkeys(ours, "hidden"))
+    state, update_ = init_opt_state(optimizer, ours), optimizer.update_
+    lr, scale, ok = (torch.tensor(value, device=device) for value in (config.lr, 1.0, True))
+    assert update_ is not None
+    for param, grad in zip(theirs, grads, strict=True):
+        param.requires_grad_().grad = grad
+    plain = torch.optim.AdamW(
+        theirs,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+    return {"forge": lambda: update_(given, state, ours, lr, scale, ok), "torch": lambda: _step(plain)}
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def adamw_rates(options: Options) -> dict[str, float]:
+    """Bytes a second at the median turn: of a large copy, and of the least traffic of each AdamW."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise RunError("--device cuda, but torch finds no CUDA device: use --device cpu")
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, options.matrices, WIDTH, WIDTH)
+    params, grads = (torch.randn(shape, generator=generator) * 0.02).to(options.device)
+    turns: dict[str, Callable[[], object]] = {**adamw_sides(list(params), list(params.clone()), list(grads))}
+    source, target = torch.zeros_like(params), torch.zeros_like(params)
+    turns["copy"] = lambda: target.copy_(source)
+    seconds = alternate(turns, options.repeats, options.device, lambda line: None)
+    moved = {"forge": ADAMW_BYTES, "torch": ADAMW_BYTES, "copy": 8}
+    return {name: moved[name] * params.numel() / median(taken) for name, taken in seconds.items()}
+
+
+def start_seconds(repeats: int) -> dict[str, float]:
+    """Median seconds of a process that does each of `STARTS`, in turns, after one of each."""
+    seconds: dict[str, list[float]] = {name: [] for name in STARTS}
+    for turn in range(repeats + 1):
+        for name, arguments in STARTS.items():
+            begun = time.perf_counter()
+            subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True)
+            if turn:
+                seconds[name].append(time.perf_counter() - begun)
+    return {name: median(taken) for name, taken in seconds.items()}
+
+
+def to_markdown(rates: dict[str, float], starts: dict[str, float], host: dict[str, str]) -> str:
+    """The page."""
+    floor = rates["copy"]
+    steps = [[name, f"{rate / 1e9:.2f}", f"{floor / rate:.2f}x"] for name, rate in rates.items()]
+    beyond, helped = starts["import torch, forge"] - starts["import torch"], starts["cli.py --help"]
+    shown = [[name, f"{taken:.2f}"] for name, taken in starts.items()]
+    met = ["met" if ok else "**not met**" for ok in (floor / rates["forge"] <= 1.1, beyond < 0.3, helped < 0.5)]
+    targets = [
+        ["AdamW's seconds <= 1.1x those of the bandwidth", f"{floor / rates['forge']:.2f}x", met[0]],
+        ["import forge < 0.3 s beyond torch", f"{beyond:.2f} s", met[1]],
+        ["--help < 0.5 s", f"{helped:.2f} s", met[2]],
+    ]
+    return f"""# Floors: AdamW's bandwidth, and starting
+
+Written by `python -m benchmarks.floors`. {host["device"]}; {host["versions"]}; load {host["load"]}.
+
+AdamW reads a weight, its gradient and two moments and writes all but the gradient, {ADAMW_BYTES} bytes a parameter in
+fp32; a copy reads and writes. Seconds are those of the median turn, over what that traffic takes at the copy's rate.
+
+{markdown_table(["step", "GB/s", "seconds over the floor's"], steps)}
+
+{markdown_table(["process", "seconds, median"], shown)}
+
+{markdown_table(["target", "measured", "verdict"], targets)}
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run as the flags say; the exit status is 0, or 2 for a mistake of the user's."""
+    try:
+        options = parse(Options, argv, prog="python -m benchmarks.floors")
+        host = describe_host(options.device)
+        page = to_markdown(adamw_rates(options), start_seconds(options.repeats), host)
+    except ForgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    print(page)
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{host['kind']}.floors.md").write_text(page, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""`transformers.Trainer` behind the interface of the peers: its own loop on a thread, let go one update at a time."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping
+from itertools import islice
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from benchmarks.peers import BATCHES, Runner, batches, build_transformers, plain_optimizers
+from benchmarks.regimes import Device, Precision, Regime, job_config
+from forge.data.batch import IGNORE
+from forge.errors import RunError
+
+UPDATES = 10**6
+"""More than are ever taken: the loop ends when it is told to."""
+
+
+class _Rows(Dataset[dict[str, Tensor]]):
+    """The sequences of the peers' batches, in their order, over and over."""
+
+    def __init__(self, regime: Regime) -> None:
+        ids = torch.cat([batch.input_ids[0] for batch in islice(batches(regime, "cpu"), BATCHES)])
+        labels = torch.cat((torch.full_like(ids[:, :1], IGNORE), ids[:, 1:]), dim=1)  # the model shifts them itself
+        self.rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+        self.count = UPDATES * regime.batch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.rows[index % len(self.rows)]
+
+
+class _Loop:
+    """A `Trainer.train()` on a thread that waits before each update; it stops when this object is gone."""
+
+    def __init__(self, trainer: Any, go: SimpleQueue[bool], done: SimpleQueue[Tensor | BaseException]) -> None:
+        self.go, self.done = go, done
+        weakref.finalize(self, go.put, False)
+
+        def train() -> None:
+            try:
+                trainer.train()
+            except BaseException as error:  # handed to whoever waits for the update
+                done.put(error)
+
+        threading.Thread(target=train, daemon=True).start()
+
+    def step(self) -> Tensor:
+        """Let the loop take one update, and wait for it."""
+        self.go.put(True)
+        result = self.done.get()
+        if isinstance(result, BaseException):
+            raise RunError(f"transformers.Trainer failed: {result}") from result
+        return result
+
+
+def trainer_runner(
+    regime: Regime, device: Device, precision: Precision, weights: Mapping[str, Tensor] | None = None
+) -> Runner:
+    """The model of `transformers_runner` in `transformers.Trainer`, with the same optimizer and no schedule.
+
+    Raises:
+        RunError: transformers or accelerate is not installed.
+    """
+    config = job_config(regime, device, precision)
+    model = build_transformers(config.model, weights)
+    (optimizer,) = plain_optimizers(model.to(device), config)
+    go: SimpleQueue[bool] = SimpleQueue()
+    done: SimpleQueue[Tensor | BaseException] = SimpleQueue()
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1.0)
+    trainer = _trainer_class(go, done)(
+        model=model,
+        args=_arguments(regime, device, precision, config.train.grad_clip_norm),
+        train_dataset=_Rows(regime),
+        optimizers=(optimizer, constant),
+    )
+    return Runner("trainer", _Loop(trainer, go, done).step)
+
+
+def _arguments(regime: Regime, device: Device, precision: Precision, max_norm: float | None) -> Any:
+    from transformers import TrainingArguments
+
+    try:
+        return TrainingArguments(
+            output_dir=tempfile.gettempdir(),
+            per_device_train_batch_size=regime.batch,
+            max_steps=UPDATES,
+            max_grad_norm=max_norm or 0.0,
+            bf16=precision == "bf16",
+            use_cpu=device == "cpu",
+            train_sampling_strategy="sequential",
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+    except ImportError:
+        raise RunError("transformers.Trainer needs accelerate: pip install -e '.[bench]'") from None
+
+
+def _trainer_class(go: SimpleQueue[bool], done: SimpleQueue[Tensor | BaseException]) -> Any:
+    """A Trainer that tells the loss of each update, which the class itself only sums up."""
+    from transformers import PrinterCallback, Trainer, TrainerCallback
+
+    class Told(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            self.told = super().training_step(*args, **kwargs)
+            return self.told
+
+    class Gate(TrainerCallback):
+        trainer: Any = None
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not go.get():
+                control.should_training_stop = True
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            done.put(self.trainer.told.detach())
+
+    def build(**kwargs: Any) -> Any:
+        gate = Gate()
+        gate.trainer = Told(**kwargs, callbacks=[gate])
+        gate.trainer.remove_callback(PrinterCallback)  # prints a summary where the loop ends
+        return gate.trainer
+
+    return build
