@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forge.config import AdamW, JobConfig, ModelConfig, TrainConfig
+from forge.config import JobConfig, ModelConfig, Muon, TrainConfig
 from forge.data import Batch
 from forge.model import build_model, init_params
 from forge.training import build_loss_fn, build_optimizer, build_scheduler, build_train_step, build_value_and_grad
@@ -16,11 +16,11 @@ from forge.training.state import init_state
 text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
 
 
-def loss_of(dim, steps=50):
+def loss_of(dim, steps=60):
     """(parameters, loss over the last ten steps)."""
-    model_config = ModelConfig(dim=dim, n_layers=2, head_dim=8, vocab_size=257, max_seq_len=64)
+    model_config = ModelConfig(dim=dim, n_layers=2, head_dim=4, vocab_size=257, max_seq_len=64)
     config = JobConfig(
-        model=model_config, train=TrainConfig(steps=steps, seq_len=64), optimizer=AdamW(lr=0.05 / dim**0.5)
+        model=model_config, train=TrainConfig(steps=steps, seq_len=64), optimizer=Muon(lr=0.02, adam_lr=0.01)
     )
     model = build_model(config.model)
     params = init_params(model, config.model, seed=0)
@@ -48,7 +48,7 @@ def plot(sizes, losses, fitted, file):
     axes.figure.savefig(file)
 
 
-ladder = [loss_of(dim) for dim in (8, 16, 24, 40, 64)]
+ladder = [loss_of(dim) for dim in (4, 8, 16, 32, 64)]
 for size, loss in ladder:
     print(f"{size:7d} parameters: loss {loss:.3f}")
 sizes, losses = map(np.array, zip(*ladder, strict=True))
