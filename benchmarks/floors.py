@@ -26,6 +26,8 @@ ROOT = Path(__file__).parent.parent
 WIDTH = 1024
 ADAMW_BYTES = 7 * 4
 """A parameter's traffic at least: weight, gradient and two moments read, all but the gradient written, in fp32."""
+STREAMS = {"copy": 2 * 4, "add": 3 * 4}
+"""Bytes an element of b = a and of b += a, the kernels that the bandwidth is taken from."""
 STARTS = {
     "nothing": ("-c", "pass"),
     "import torch": ("-c", "import torch"),
@@ -77,18 +79,17 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def adamw_rates(options: Options) -> dict[str, float]:
-    """Bytes a second at the median turn: of a large copy, and of the least traffic of each AdamW."""
+    """Bytes a second at the median turn: of each AdamW's least traffic, and of each of `STREAMS`."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise RunError("--device cuda, but torch finds no CUDA device: use --device cpu")
     generator = torch.Generator().manual_seed(0)
     shape = (2, options.matrices, WIDTH, WIDTH)
     params, grads = (torch.randn(shape, generator=generator) * 0.02).to(options.device)
     turns: dict[str, Callable[[], object]] = {**adamw_sides(list(params), list(params.clone()), list(grads))}
-    source, target = torch.zeros_like(params), torch.zeros_like(params)
-    turns["copy"] = lambda: target.copy_(source)
+    source, target = torch.ones_like(params), torch.ones_like(params)
+    turns |= {"copy": lambda: target.copy_(source), "add": lambda: target.add_(source)}
     seconds = alternate(turns, options.repeats, options.device, lambda line: None)
-    moved = {"forge": ADAMW_BYTES, "torch": ADAMW_BYTES, "copy": 8}
-    return {name: moved[name] * params.numel() / median(taken) for name, taken in seconds.items()}
+    return {name: STREAMS.get(name, ADAMW_BYTES) * params.numel() / median(taken) for name, taken in seconds.items()}
 
 
 def start_seconds(repeats: int) -> dict[str, float]:
@@ -105,7 +106,7 @@ def start_seconds(repeats: int) -> dict[str, float]:
 
 def to_markdown(rates: dict[str, float], starts: dict[str, float], host: dict[str, str]) -> str:
     """The page."""
-    floor = rates["copy"]
+    floor = max(rates[name] for name in STREAMS)
     steps = [[name, f"{rate / 1e9:.2f}", f"{floor / rate:.2f}x"] for name, rate in rates.items()]
     beyond, helped = starts["import torch, forge"] - starts["import torch"], starts["cli.py --help"]
     shown = [[name, f"{taken:.2f}"] for name, taken in starts.items()]
@@ -120,7 +121,9 @@ def to_markdown(rates: dict[str, float], starts: dict[str, float], host: dict[st
 Written by `python -m benchmarks.floors`. {host["device"]}; {host["versions"]}; load {host["load"]}.
 
 AdamW reads a weight, its gradient and two moments and writes all but the gradient, {ADAMW_BYTES} bytes a parameter in
-fp32; a copy reads and writes. Seconds are those of the median turn, over what that traffic takes at the copy's rate.
+fp32. The bandwidth is the better of a copy's (b = a) and of an addition's in place (b += a, which needs no line that it
+did not read). Seconds are those of the median turn, over what AdamW's traffic takes at that bandwidth; use enough
+matrices that no cache holds them.
 
 {markdown_table(["step", "GB/s", "seconds over the floor's"], steps)}
 

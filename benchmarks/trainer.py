@@ -44,7 +44,6 @@ class _Loop:
 
     def __init__(self, trainer: Any, go: SimpleQueue[bool], done: SimpleQueue[Tensor | BaseException]) -> None:
         self.go, self.done = go, done
-        weakref.finalize(self, go.put, False)
 
         def train() -> None:
             try:
@@ -52,7 +51,13 @@ class _Loop:
             except BaseException as error:  # handed to whoever waits for the update
                 done.put(error)
 
-        threading.Thread(target=train, daemon=True).start()
+        def stop() -> None:
+            go.put(False)
+            thread.join()  # a thread that is still at work when the interpreter ends aborts the process
+
+        thread = threading.Thread(target=train, daemon=True)
+        thread.start()
+        weakref.finalize(self, stop)
 
     def step(self) -> Tensor:
         """Let the loop take one update, and wait for it."""

@@ -256,7 +256,7 @@ def test_both_adamw_of_the_floor_take_the_same_step():
 
 
 def test_the_page_of_floors_says_what_is_met():
-    rates = {"forge": 9e9, "torch": 10e9, "copy": 10e9}
+    rates = {"forge": 9e9, "torch": 10e9, "copy": 8e9, "add": 10e9}
     starts = {"nothing": 0.0, "import torch": 1.0, "import torch, forge": 1.25, "cli.py --help": 0.6}
     page = floors.to_markdown(rates, starts, {**HOST, "versions": "none", "load": "0"})
     assert [row[2] for row in _rows(page, "| target")[2:]] == ["**not met**", "met", "**not met**"]
