@@ -41,7 +41,7 @@ class DataPhase:
 
     start_step: int = field(validator=integer(least=1))
     """First update of the phase (updates are counted from 0)."""
-    weights: dict[str, float] = field(factory=dict, validator=_weights)
+    weights: dict[str, float] = field(factory=dict, validator=_weights, hash=False)
     """Weights by source; one that is not named is not drawn. Empty = as before."""
     lr_scale: float = field(default=1.0, validator=number(least=0))
     """What the scheduled learning rate is multiplied by, up to the next phase."""
@@ -64,7 +64,7 @@ class DataConfig:
     """Other weights and learning rates from a step on (TOML: [[data.phases]])."""
     anneal_start_step: int | None = field(default=None, validator=optional(integer(least=1)))
     """Shortcut for a last phase: its first update; unset = no annealing."""
-    anneal_weights: dict[str, float] = field(factory=dict, validator=_weights)
+    anneal_weights: dict[str, float] = field(factory=dict, validator=_weights, hash=False)
     """Weights of the annealing phase, by source (TOML: [data.anneal_weights])."""
     anneal_lr_scale: float = field(default=1.0, validator=number(least=0))
     """Learning-rate factor of the annealing phase."""

@@ -105,10 +105,12 @@ def work_folder(target: Path) -> Iterator[Work]:
 def _lock(path: Path) -> int:
     """Make and lock a work folder."""
     while True:
-        path.mkdir(parents=True, exist_ok=True)
         try:
+            path.mkdir(parents=True, exist_ok=True)
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT)
-        except FileNotFoundError:  # its holder has just removed the folder
+        except (FileNotFoundError, FileExistsError):  # its holder has just removed the folder
+            if path.is_file():
+                raise
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -179,12 +179,12 @@ def _muon(layout: Layout, pp_rank: int, learned: Collection[str]) -> Iterator[Me
 
 
 def _numbers(layout: Layout, pp_rank: int, learned: Collection[str]) -> Iterator[Message]:
-    """The count of targets, five sums of losses and the routers' counts, and the square of the norm: 8 bytes each."""
+    """Targets, five sums of losses, the routers' counts and two sums, the square of the norm: 8 bytes each."""
     if layout.gpus == 1:
         return
     model, pipes, tokens = layout.config.model, layout.sizes["pp"], layout.data_ranks * layout.sizes["cp"]
     routed = sum(model.is_moe_layer(layer) for layer in range(model.n_layers))
-    sums = 8 * (5 + model.moe.n_experts * routed)
+    sums = 8 * (5 + model.moe.n_experts * routed + (2 if routed else 0))
     yield from (Message("all-reduce", 8, tokens), Message("all-reduce", sums, tokens))
     yield from (Message("all-reduce", sums, pipes), Message("all-reduce", 8, layout.gpus))
 

@@ -127,7 +127,7 @@ def open_runtime(config: JobConfig) -> Generator[Runtime, None, None]:
     timeout = timedelta(seconds=config.distributed.timeout_seconds)
     owned = not dist.is_initialized()
     store = _join(launch, device, timeout) if owned else None
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    control = dist.new_group(backend="gloo" if device.type == "cuda" else dist.get_backend(), timeout=timeout)
     assert control is not None
     end: Callable[[], None] = dist.distributed_c10d._abort_process_group
     try:

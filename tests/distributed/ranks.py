@@ -47,7 +47,8 @@ def _main(rank: int, world_size: int, port: int, folder: str, function: Callable
 @contextmanager
 def fake_rank(rank: int, world_size: int) -> Generator[None, None, None]:
     """This process as one rank of many that are not there: groups can be made, and nothing is sent."""
-    with mock.patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": str(world_size)}):
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+    with mock.patch.dict(os.environ, environment):
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         try:
             yield

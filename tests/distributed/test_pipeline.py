@@ -44,7 +44,7 @@ CASES = {
         ("bf16", F1B1), ("selectively recomputed", LOOPED),
     ],
     4: [
-        ("tied", ZERO | FREED), ("moe", LOOPED), ("five tied layers", F1B1 | {"pp": 4}),
+        ("tied", ZERO), ("moe", LOOPED | FREED), ("five tied layers", F1B1 | {"pp": 4}),
     ],
 }  # fmt: skip
 

@@ -70,7 +70,7 @@ def test_a_family_is_found_for_every_model_that_one_can_express(config):
 def test_every_key_of_the_model_section_is_placed_or_of_no_consequence():
     """So that a key added to the model section is decided on here too."""
     of_training = {
-        "attention_backend", "moe.aux_loss_weight", "moe.router_z_loss_weight", "moe.bias_update_rate",
+        "attention_backend", "restart_positions", "moe.aux_loss_weight", "moe.router_z_loss_weight", "moe.bias_update_rate",
         "moe.shared_expert_gate",  # fixed where there are shared experts
     }  # fmt: skip
     written_apart = {"mlp", "sliding_window", "moe.n_shared_experts"}
