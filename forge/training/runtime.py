@@ -132,7 +132,8 @@ def open_runtime(config: JobConfig) -> Generator[Runtime, None, None]:
     end: Callable[[], None] = dist.distributed_c10d._abort_process_group
     try:
         mesh = build_mesh(config.distributed, launch.world_size, device.type)
-        _limit_waits(mesh, timeout)
+        if owned:
+            _limit_waits(mesh, timeout)
         yield evolve(build_runtime(config), device=device, mesh=mesh, control=control, store=store)
         end = dist.destroy_process_group
     except Stopped:

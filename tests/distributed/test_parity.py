@@ -87,7 +87,6 @@ REFUSED = {
         {"pp": 2, "pp_schedule": "zero_bubble"}, 2, {}, {"global_batch_size": 5, "micro_batch_size": 1}
     ),
     "compiled blocks under zero_bubble": ({"pp": 2, "pp_schedule": "zero_bubble"}, 2, {}, {"compile": True}),
-    "compiled experts in fp32": ({}, 2, {"moe": MoEConfig(n_experts=4)}, {"compile": True, "precision": "fp32"}),
 }  # fmt: skip
 
 
