@@ -1,101 +1,22 @@
-"""At least 2,000 bad presets, flags and data files: each is one line that names the key or the file; nothing is written.
-
-Every example is a right one with something wrong in it. What is accepted after all (a changed byte may do no harm) goes
-as far as the first update, which is not made, and counts for nothing.
-"""
+"""Bad presets and flags, each one line that names the key or the file; see `fuzzing` for what is held of all."""
 
 from __future__ import annotations
 
 import functools
-import random
-import shutil
 import tomllib
 
 import pytest
 import tomli_w
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-import forge.training
-import forge.training.entry as entry
 from forge.config import OPTIMIZERS, SCHEDULERS, JobConfig, flatten_config
-from forge.metrics import count_parameters
-from tests.cli_job import call, tree_of, write_job
-
-SHARES = {"values": 1700, "odd": 150, "keys": 150, "combinations": 50, "tokens": 40}
-SMALL = 10**6
-"""Parameters of a model that an accepted config may make here."""
-
-
-class _Begun(Exception):
-    """Training would begin now."""
+from tests.faults.fuzzing import SHARES, Count, try_examples, untrained
 
 
 @pytest.fixture(scope="module")
 def preset(tmp_path_factory):
-    """A good preset, whose text is tokenised already, in a process that never trains."""
-    path = write_job(tmp_path_factory.mktemp("fuzz"))
-    run = entry.run_training
-
-    def begin(*args):
-        raise _Begun
-
-    def run_small(config):
-        if count_parameters(config.model).total > SMALL:
-            raise _Begun
-        return run(config)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path.parent)  # an accepted path may be relative
-        patch.setattr(entry, "_train", begin)
-        patch.setattr(forge.training, "run_training", run_small)
-        assert _said("--config", path) is None
-        (path.parent / "run").rename(path.parent / "accepted")
-        yield path
-
-
-def _said(*argv):
-    """The one line of a refusal; None where the input is accepted."""
-    try:
-        status, out, err = call(*argv)
-    except _Begun:
-        return None
-    assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, (argv, status, out, err)
-    return err
-
-
-class _Count:
-    """Distinct bad inputs that were refused."""
-
-    def __init__(self, folder):
-        self.refused, self.folder = set(), folder
-
-    def check(self, key, names, *argv):
-        """Refused with one of the names in the line, and nothing written; or accepted."""
-        before = tree_of(self.folder)
-        said = _said(*argv)
-        if said is None:
-            shutil.rmtree(self.folder / "run", ignore_errors=True)
-            return
-        assert tree_of(self.folder) == before
-        assert any(name in said for name in names), f"{said!r} names none of {names}; {argv}"
-        self.refused.add(key)
-
-
-def _examples(share, preset, strategy, check):
-    """Try examples until the share of bad ones is reached."""
-    count = _Count(preset.parent)
-
-    @settings(deadline=None, max_examples=int(SHARES[share] * 1.6), database=None, derandomize=True, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))  # fmt: skip
-    @given(example=strategy)
-    def attempt(example):
-        if len(count.refused) < SHARES[share]:
-            check(count, example)
-
-    attempt()
-    assert len(count.refused) >= SHARES[share]
-    print(f"{len(count.refused)} bad {share}")
+    with untrained(tmp_path_factory.mktemp("fuzz")) as preset:
+        yield preset
 
 
 def test_the_shares_are_two_thousand():
@@ -200,7 +121,7 @@ def _check_value(count, preset, key, value):
 
 @pytest.mark.slow
 def test_a_value_of_another_type_or_out_of_range_is_refused_by_its_key(preset):
-    count = _Count(preset.parent)
+    count = Count(preset.parent)
     for key, (default, _) in KEYS.items():
         for value in WRONG[type(default)]:
             _check_value(count, preset, key, value)
@@ -210,7 +131,7 @@ def test_a_value_of_another_type_or_out_of_range_is_refused_by_its_key(preset):
 @pytest.mark.slow
 def test_an_odd_value_is_refused_by_its_key(preset):
     odd = st.tuples(st.sampled_from(sorted(KEYS)), ODD)
-    _examples("odd", preset, odd, lambda count, example: _check_value(count, preset, *example))
+    try_examples("odd", preset, odd, lambda count, example: _check_value(count, preset, *example))
 
 
 @st.composite
@@ -231,12 +152,80 @@ def test_a_key_that_does_not_exist_is_named(preset):
         argv = "--config", _write(preset, _nested(key, value, base) if "." in key else {key: value})
         count.check(key, [f"unknown key {key}"], *argv)
 
-    _examples("keys", preset, _wrong_key(), check)
+    try_examples("keys", preset, _wrong_key(), check)
+
+
+@st.composite
+def _damaged_text(draw):
+    """What to do to the bytes of a preset."""
+    how = draw(st.sampled_from(["cut", "byte", "line twice", "noise", "utf-16", "latin", "swap", "table twice"]))
+    return how, draw(st.integers(0, 10**6)), draw(st.binary(min_size=1, max_size=6)), draw(st.integers(0, 10**6))
+
+
+def _damage(good, example):
+    how, at, noise, other = example
+    at %= len(good)
+    lines = good.splitlines(keepends=True)
+    line = lines[other % len(lines)]
+    return {
+        "cut": good[:at],
+        "byte": good[:at] + noise + good[at + 1 :],
+        "line twice": good + line,
+        "table twice": good + b"[model]\n" + line,
+        "noise": noise * (1 + other % 50),
+        "utf-16": good[:at].decode(errors="ignore").encode("utf-16"),
+        "latin": good[:at] + "é".encode("latin-1") + good[at:],
+        "swap": good[:at].replace(b"]", b"[") + good[at:],
+    }[how]
+
+
+@pytest.mark.slow
+def test_a_file_that_is_no_preset_is_named(preset):
+    good = preset.read_bytes()
+
+    def check(count, example):
+        file = preset.with_name("damaged.toml")
+        file.write_bytes(_damage(good, example))
+        count.check(file.read_bytes(), ["damaged.toml", *_sections()], "--config", file)
+
+    try_examples("texts", preset, _damaged_text(), check)
 
 
 def _sections():
     """What stands before a key: where a cut takes a key away, a check of several sections may be what fails."""
     return sorted({key.partition(".")[0] + "." for key in KEYS if "." in key})
+
+
+WORDS = ["", "x", "1e4", "nan", "inf", "-inf", "None", "True", "é", "a b", "--", "[1]", "\x1b[31m", "0x10", "1_0", "-1",
+         "-0.5", "9" * 30, "1.5", "two\nlines", "/", "\0", "{}", "--model.dim", "\udcff"]  # fmt: skip
+
+
+@st.composite
+def _wrong_flag(draw):
+    key = draw(st.sampled_from([key for key in sorted(KEYS) if not isinstance(KEYS[key][0], (list, dict))]))
+    flag = "--" + draw(st.sampled_from([key, key.replace("_", "-")]))
+    form = draw(st.sampled_from(["right"] * 6 + ["joined", "misspelt", "alone"]))
+    at = draw(st.integers(3, len(flag)))
+    flag = flag[:at] + "x" + flag[at:] if form == "misspelt" else flag
+    value = draw(st.sampled_from(WORDS) | st.text(max_size=5))
+    words = [f"{flag}={value}"] if form == "joined" else [flag] if form == "alone" else [flag, value]
+    return key, flag, value, words, KEYS[key][1]
+
+
+@pytest.mark.slow
+def test_a_wrong_flag_is_named(preset):
+    def check(count, example):
+        key, flag, value, words, base = example
+        names = [key, flag, flag.replace("_", "-"), key.replace("_", "-"), repr(value), f"unknown flag {value}"]
+        count.check(
+            tuple(words),
+            [*names, key.partition(".")[0] + ".", "distributed:"],
+            "--config",
+            _write(preset, base),
+            *words,
+        )
+
+    try_examples("flags", preset, _wrong_flag(), check)
 
 
 COMBINATIONS = {
@@ -266,47 +255,4 @@ def test_a_combination_that_cannot_be_is_refused_by_one_of_its_keys(preset):
 
     some = st.sets(st.sampled_from(sorted(COMBINATIONS)), min_size=2, max_size=5)
     drawn = some.flatmap(lambda keys: st.fixed_dictionaries({key: COMBINATIONS[key] for key in sorted(keys)}))
-    _examples("combinations", preset, drawn, check)
-
-
-def _spoil(content, how, chance):
-    at = chance.randrange(len(content))
-    if how == "bytes":
-        for _ in range(6):
-            at = chance.randrange(len(content) if chance.random() < 0.5 else min(200, len(content)))
-            content = content[:at] + bytes([chance.randrange(128, 256)]) + content[at + 1 :]
-        return content
-    line = chance.choice([b"{}\n", b"[]\n", b'{"text": 5}\n', b'{"text": null}\n', b"5\n", b'{"text": "a\n', b"\xff\n"])
-    noise = chance.randbytes(1 + chance.randrange(300))
-    kinds = {
-        "cut": content[:at],
-        "noise": noise,
-        "short": content[: at % 9],
-        "empty": b"",
-        "spoilt line": content + line,
-    }
-    return kinds[how]
-
-
-@pytest.mark.slow
-def test_a_damaged_prepared_folder_or_tokenizer_is_refused_by_its_file(preset, tmp_path):
-    folder = preset.parent / "prepared"
-    assert call("prepare", "--path", preset.parent / "text", "--out", folder, "--eval-fraction", "0.2")[0] == 0
-    good = {path.name: path.read_bytes() for path in folder.iterdir()}
-
-    def check(count, example):
-        which, how, seed = example
-        file = folder / sorted(good)[which % len(good)]
-        chance = random.Random(seed)
-        if how == "remove":
-            file.unlink()
-        else:
-            file.write_bytes(_spoil(good[file.name], how, chance))
-        try:
-            names = [file.name, str(folder), "model.vocab_size", "train.seq_len", "data.tokenizer"]
-            count.check((file.name, how, seed), names, "--config", preset, "--data.path", folder)
-        finally:
-            file.write_bytes(good[file.name])
-
-    hows = st.sampled_from(["cut", "bytes", "noise", "short", "empty", "remove"])
-    _examples("tokens", preset, st.tuples(st.integers(0, 9), hows, st.integers(0, 2**31)), check)
+    try_examples("combinations", preset, drawn, check)
