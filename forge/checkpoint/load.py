@@ -29,7 +29,7 @@ from forge.checkpoint.layout import (
     part_of,
 )
 from forge.checkpoint.ranks import all_ranks
-from forge.checkpoint.save import FORMAT, LAYOUT, MANIFEST, describe_file
+from forge.checkpoint.save import FORMAT, LAYOUT, MANIFEST, SEAL, describe_file, manifest_digest
 from forge.distributed.shards import as_sharded
 from forge.errors import CheckpointError
 from forge.logging import get_logger
@@ -60,12 +60,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no checkpoint here ({MANIFEST} is missing)") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: damaged: {error}") from None
     if not isinstance(manifest, dict) or not {"format", "step", "files", "notes"} <= manifest.keys():
         raise CheckpointError(f"{file}: damaged: not a checkpoint's manifest")
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"{file}: format {manifest['format']}; this version of forge reads format {FORMAT}")
+    if manifest.get(SEAL) != manifest_digest(manifest):
+        raise CheckpointError(f"{file}: damaged: its SHA-256 is not that of what was written")
     files = manifest["files"]
     if not isinstance(files, dict) or not all(isinstance(f, dict) and f.keys() == _DESCRIBED for f in files.values()):
         raise CheckpointError(f"{file}: damaged: it does not give bytes and sha256 of every file")

@@ -40,10 +40,12 @@ from forge.errors import CheckpointError
 from forge.pytree import tree_flatten_named
 from forge.training.state import TrainState
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 CONFIG = "config.toml"
 LAYOUT = "layout.json"
+SEAL = "sha256"
+"""Key of the manifest's digest of itself."""
 
 Files = dict[str, dict[str, Any]]
 """Name -> bytes and sha256."""
@@ -163,11 +165,23 @@ def publish(folder: Path, final: Path, *, step: int, tokens: int, files: Files, 
         "files": dict(sorted(files.items())),
         "notes": dict(notes),
     }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, allow_nan=False), encoding="utf-8")
+    write_manifest(folder, manifest)
     for name in files.keys() & {CONFIG, LAYOUT} | {MANIFEST}:
         sync_file(folder / name)
     sync_folder(folder)
     install_checkpoint(folder, final)
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write a manifest with its own SHA-256: a step or a note that was changed since is found too."""
+    sealed = {**manifest, SEAL: manifest_digest(manifest)}
+    (folder / MANIFEST).write_text(json.dumps(sealed, indent=1, allow_nan=False), encoding="utf-8")
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of all that a manifest says but for the digest itself, however it is laid out."""
+    said = {key: value for key, value in manifest.items() if key != SEAL}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

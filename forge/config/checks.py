@@ -81,6 +81,8 @@ def text() -> Validator:
     def check(instance: object, attribute: Attribute[Any], value: object) -> None:
         if not isinstance(value, str) or not value or "\0" in value:
             raise ConfigError(f"{_key(instance, attribute)} must be a string of at least one character, got {value!r}")
+        if any("\ud800" <= letter <= "\udfff" for letter in value):  # bytes of a command line that are no UTF-8
+            raise ConfigError(f"{_key(instance, attribute)} must be UTF-8, got {value!r}")
 
     return check
 

@@ -70,10 +70,23 @@ def parse(
     Raises:
         ConfigError: an unknown flag, a stray word, or a value of the wrong type.
     """
+    try:
+        found, unknown = _cli(cls, argv, prog, default, about)
+    except ConfigError:
+        if not all(word.isprintable() for word in argv):
+            _cli(cls, [_printable(word) for word in argv], prog, default, about)  # no line break cuts its message
+        raise
+    if unknown:
+        raise _unknown(unknown[0], known or [_flag(field.name) for field in attrs.fields(cls)])  # type: ignore[arg-type]
+    return found
+
+
+def _cli(cls: type[T], argv: Sequence[str], prog: str, default: T | None, about: str) -> tuple[T, list[str]]:
+    """tyro's result and the words that it does not know; its complaint is a `ConfigError`."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint), _wide_terminal(leave="-h" in argv or "--help" in argv):
-            found, unknown = tyro.cli(
+            return tyro.cli(
                 cls,
                 args=list(argv),
                 prog=prog,
@@ -86,9 +99,6 @@ def parse(
         if stop.code in (0, None):
             raise
         raise ConfigError(_message(complaint.getvalue())) from None
-    if unknown:
-        raise _unknown(unknown[0], known or [_flag(field.name) for field in attrs.fields(cls)])  # type: ignore[arg-type]
-    return found
 
 
 def _refuse_tables(argv: Sequence[str], tables: Sequence[str]) -> None:
@@ -149,6 +159,10 @@ def _wide_terminal(leave: bool) -> Generator[None, None, None]:
             os.environ.pop("COLUMNS", None)
         else:
             os.environ["COLUMNS"] = before
+
+
+def _printable(word: str) -> str:
+    return word if word.isprintable() else word.encode("unicode_escape").decode()
 
 
 def _message(box: str) -> str:

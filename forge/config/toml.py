@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_origin
@@ -93,6 +94,7 @@ def _write_none(value: Any) -> Any:
     return "none" if value is None else value
 
 
+@functools.cache
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
     for kind in (bool, int, float, str):

@@ -93,7 +93,8 @@ def open_dataset(folder: Path, split: Split) -> TokenDataset:
     folder, manifest = Path(folder), read_manifest(folder)
     names = manifest.of(split)
     if not names:
-        raise DataError(f"{folder}: holds no {split} data; prepare it again with data.eval_fraction > 0")
+        remedy = "prepare it again with data.eval_fraction > 0" if split == "eval" else "give more, or hold out less"
+        raise DataError(f"{folder}, made of {manifest.source}: holds no {split} data; {remedy}")
     return TokenDataset(folder, tuple(open_listed(folder, name, manifest) for name in names))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import pickle
@@ -130,7 +131,8 @@ def test_a_checkpoint_of_another_shape_is_refused_with_the_names_that_differ(tmp
 @given(data=st.data())
 def test_any_damage_is_found_and_the_file_named(data, tmp_path_factory):
     root = tmp_path_factory.mktemp("root")
-    path = save_checkpoint(root, _state()[0], config=CONFIG)
+    path = save_checkpoint(root, _state()[0], config=CONFIG, notes={"loss_ema": [1.5, 0.2], "jumps": [[3, 4]]})
+    manifest = read_manifest(path)
     name = data.draw(st.sampled_from(sorted(p.name for p in path.iterdir())))
     file, content = path / name, (path / name).read_bytes()
     damage = data.draw(st.sampled_from(["flip", "truncate", "empty", "remove", "append"]))
@@ -141,11 +143,8 @@ def test_any_damage_is_found_and_the_file_named(data, tmp_path_factory):
         flipped = content[:at] + bytes([content[at] ^ (1 << data.draw(st.integers(0, 7)))]) + content[at + 1 :]
         file.write_bytes({"flip": flipped, "truncate": content[:at], "empty": b"", "append": content + b"x"}[damage])
     if name == "manifest.json" and damage in ("flip", "append"):
-        try:  # a flip may leave a manifest that says the same of the files
-            said = verify_checkpoint(path)
-        except CheckpointError:
-            return
-        assert said["files"].keys() == {"config.toml", "params.safetensors", "state.safetensors"}
+        with contextlib.suppress(CheckpointError):  # passed over, or a space became another one
+            assert verify_checkpoint(path) == manifest
         return
     with pytest.raises(CheckpointError, match=name):
         verify_checkpoint(path)

@@ -83,3 +83,14 @@ def test_help_prints_the_fields_own_documentation(capsys):
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert "Width of the residual stream." in shown and "--train.grad-clip-norm" in shown
+
+
+@pytest.mark.parametrize("value", ["two\nlines", "a\rb", "a\x1cb"])
+def test_a_value_with_a_line_break_does_not_cut_the_flag_off_the_message(value):
+    with pytest.raises(ConfigError, match=r"for argument '--train\.precision'"):
+        _parse("--train.precision", value)
+
+
+def test_text_that_no_file_could_hold_is_refused():
+    with pytest.raises(ConfigError, match=r"metrics\.wandb_project must be UTF-8, got 'a\\udcff'"):
+        _parse("--metrics.wandb-project", "a\udcff")

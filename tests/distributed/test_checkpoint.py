@@ -27,7 +27,7 @@ from forge.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from forge.checkpoint.save import describe_file
+from forge.checkpoint.save import describe_file, write_manifest
 from forge.config import DistributedConfig, Muon, NoSchedule, ScheduleFree
 from forge.distributed.shards import local_slices
 from forge.errors import CheckpointError
@@ -347,7 +347,7 @@ def _edit(path, change):
     (path / "layout.json").write_text(json.dumps(layout))
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["layout.json"] = describe_file(path / "layout.json")
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(path, manifest)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import forge.training.replay as replay
 from forge.checkpoint import list_checkpoints
-from forge.checkpoint.save import describe_file
+from forge.checkpoint.save import describe_file, write_manifest
 from forge.config import CheckpointConfig, Cosine, Muon
 from forge.errors import CheckpointError, RunError
 from forge.training import run_training
@@ -83,7 +83,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_named(finished):
     save_file(params, path / "params.safetensors", metadata={"format": "pt"})
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["params.safetensors"] = describe_file(path / "params.safetensors")
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(path, manifest)
     equal, lines = _replayed(finished, 9)
     assert not equal
     assert [line.split(" by ")[0] for line in lines if "DIFFERENT" in line] == [
