@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 
@@ -82,6 +83,19 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_b
             found += 1
         file.write_bytes(content)
     assert found >= 15
+
+
+@pytest.mark.parametrize("change", [lambda x: x.update(step=3), lambda x: x["notes"]["loss_ema"].reverse()])
+def test_a_manifest_that_says_something_else_of_the_run_is_damaged(trained, change):
+    preset, root, _, older = trained
+    file = root / NEWEST / "manifest.json"
+    content = file.read_bytes()
+    manifest = json.loads(content)
+    change(manifest)
+    file.write_text(json.dumps(manifest))
+    begun, _ = _resume(preset)
+    file.write_bytes(content)
+    assert _same(begun, older)
 
 
 @pytest.mark.slow
