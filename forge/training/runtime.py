@@ -132,8 +132,7 @@ def open_runtime(config: JobConfig) -> Generator[Runtime, None, None]:
     end: Callable[[], None] = dist.distributed_c10d._abort_process_group
     try:
         mesh = build_mesh(config.distributed, launch.world_size, device.type)
-        if owned:
-            _limit_waits(mesh, timeout)
+        _limit_waits(mesh, timeout)
         yield evolve(build_runtime(config), device=device, mesh=mesh, control=control, store=store)
         end = dist.destroy_process_group
     except Stopped:
@@ -164,6 +163,8 @@ def _limit_waits(mesh: Mesh, timeout: timedelta) -> None:
     """Every group of the mesh waits as long as the default group: torch makes them with a default of its own."""
     for grid in (mesh.root, mesh.fsdp, mesh.fsdp_experts, mesh.stage, mesh.loss):
         for group in grid.get_all_groups():
+            if dist.get_backend(group) == "fake":  # of ranks that are not there: nothing waits
+                continue
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
