@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,16 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", disk], check=True)
 
 
+def _wait_for_checkpoint(run: Path, step: int) -> None:
+    """Return once a save that goes on in the background has ended, so that a fault meets only the saves after it."""
+    path = run / "checkpoints" / f"step_{step:08d}"
+    for _ in range(600):
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path} was not written within a minute")
+
+
 class _Fill(Hook):
     """Takes all that is left of a disk after update 3, and gives it back after update 7."""
 
@@ -49,6 +60,7 @@ class _Fill(Hook):
 
     def on_step_end(self, event):
         if event.step == 3:
+            _wait_for_checkpoint(self.rest.parent / "run", 2)
             with contextlib.suppress(OSError), self.rest.open("wb", buffering=0) as file:
                 while file.write(b"x" * 4096):
                     pass
@@ -78,11 +90,12 @@ def test_a_disk_that_is_full_for_a_while_costs_only_the_checkpoints_of_that_time
 class _Limit(Hook):
     """No file may grow beyond 20 kB after update 3, until update 7."""
 
-    def __init__(self, until=7):
-        self.until, self.before = until, resource.getrlimit(resource.RLIMIT_FSIZE)
+    def __init__(self, run_dir: str, until=7):
+        self.run, self.until, self.before = Path(run_dir), until, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def on_step_end(self, event):
         if event.step == 3:
+            _wait_for_checkpoint(self.run, 2)
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, self.before[1]))
         if event.step == self.until:
             self.lift()
@@ -94,7 +107,7 @@ class _Limit(Hook):
 @pytest.mark.parametrize("background", [False, True])
 def test_writes_that_the_system_refuses_are_warnings_and_the_old_checkpoints_stay(job, capsys, background):
     job = evolve(job, checkpoint=evolve(job.checkpoint, async_save=background))
-    limit = _Limit()
+    limit = _Limit(job.run_dir)
     try:
         assert int(run_training(job, hooks=limit).step) == 12
     finally:
@@ -107,7 +120,7 @@ def test_writes_that_the_system_refuses_are_warnings_and_the_old_checkpoints_sta
 @pytest.mark.parametrize("background", [False, True])
 def test_where_the_last_checkpoint_cannot_be_written_the_run_says_so_and_the_newest_good_one_stays(job, background):
     job = evolve(job, checkpoint=evolve(job.checkpoint, async_save=background))
-    limit = _Limit(until=99)
+    limit = _Limit(job.run_dir, until=99)
     try:
         with pytest.raises(CheckpointError, match="step_00000012: the checkpoint cannot be written"):
             run_training(job, hooks=limit)
