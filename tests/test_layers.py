@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LAYERS = ["errors", "logging", "config", "report", "pytree", "model", "metrics", "data", "distributed", "training", "checkpoint",
+LAYERS = ["errors", "logging", "files", "config", "report", "pytree", "model", "metrics", "data", "distributed", "training", "checkpoint",
           "resilience", "doctor", "top"]  # fmt: skip
 ON_TOP = {
     "data_pipeline",

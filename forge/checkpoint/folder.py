@@ -6,12 +6,12 @@ while it is being removed, its name starts with a dot.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from forge.files import sync_folder
 from forge.logging import get_logger
 
 log = get_logger(__name__)
@@ -95,12 +95,3 @@ def remove_leftovers(root: Path) -> None:
         for path in root.iterdir():
             if path.name.startswith(".step_"):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to disk: a rename is durable only after this."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

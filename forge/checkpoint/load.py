@@ -74,9 +74,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def has_parameters_only(path: Path) -> bool:
-    """Whether a checkpoint is a model to start from, without the state of a run."""
-    return bool(read_manifest(path)["notes"].get(PARAMETERS_ONLY, False))
+def has_parameters_only(manifest: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is a model to start from, without the state of a run.
+
+    Args:
+        manifest: what `read_manifest` gave.
+    """
+    return bool(manifest["notes"].get(PARAMETERS_ONLY, False))
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:

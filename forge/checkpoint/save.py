@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import forge
-from forge.checkpoint.folder import checkpoint_path, install_checkpoint, sync_folder
+from forge.checkpoint.folder import checkpoint_path, install_checkpoint
 from forge.checkpoint.layout import (
     PARAMS,
     REST,
@@ -37,6 +36,7 @@ from forge.checkpoint.ranks import Ranks, all_ranks
 from forge.config import JobConfig, save_config
 from forge.distributed.shards import local_part
 from forge.errors import CheckpointError
+from forge.files import file_digest, sync_file, sync_folder
 from forge.pytree import tree_flatten_named
 from forge.training.state import TrainState
 
@@ -193,15 +193,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def describe_file(path: Path) -> dict[str, Any]:
     """Size in bytes and SHA-256 of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def sync_file(path: Path) -> None:
-    """Bring a file's content to disk."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
 @contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +11,7 @@ import cattrs
 from attrs import frozen
 
 from forge.errors import DataError
+from forge.files import sync_file
 
 MANIFEST = "manifest.json"
 
@@ -76,14 +75,5 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
     """Write a file of JSON and sync it to the disk."""
-    with file.open("w", encoding="utf-8") as opened:
-        json.dump(value, opened, indent=2)
-        opened.write("\n")
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-def file_digest(file: Path) -> str:
-    """The SHA-256 of a file."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    sync_file(file)

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 
-from forge.data.manifest import FileEntry, Manifest, file_digest, read_manifest
+from forge.data.manifest import FileEntry, Manifest, read_manifest
 from forge.data.raw import digest, open_whole
 from forge.data.workers import available_cores
 from forge.errors import DataError
+from forge.files import file_digest
 
 _BLOCK = 1 << 22  # tokens
 

@@ -20,6 +20,7 @@ from attrs import frozen
 
 from forge.data.manifest import FileEntry, Split, write_json
 from forge.data.writer import Partial
+from forge.files import sync_folder
 from forge.logging import get_logger
 
 _LOCK, _PROGRESS, _FOLDER = "lock", "progress.json", "folder"
@@ -130,12 +131,3 @@ def _remove(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
     with suppress(OSError):  # another process has already made its lock in it
         path.rmdir()
-
-
-def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -14,9 +14,10 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from forge.data.encode import Documents, check_ids
-from forge.data.manifest import FileEntry, Split, file_digest
+from forge.data.manifest import FileEntry, Split
 from forge.data.shard import HEADER_BYTES, Shard, header, open_shard, token_dtype
 from forge.errors import DataError
+from forge.files import file_digest
 
 _BLOCK = 1 << 20  # tokens
 

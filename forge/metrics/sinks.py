@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 from forge.config import JobConfig
 from forge.errors import ConfigError, RunError
+from forge.files import replace_file
 from forge.logging import process_rank
 from forge.metrics.logger import format_metrics
 
@@ -104,7 +104,7 @@ class JsonlSink:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             lines = _kept_lines(self._path, resume_step)
-            _replace(self._path, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+            replace_file(self._path, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
             self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
             raise _unwritable(self._path, error) from None
@@ -293,7 +293,7 @@ def _purge_events(dir: Path, resume_step: int) -> set[str]:
             frames.append(frame)
             if event.step == resume_step:
                 tags.update(value.tag for value in event.summary.value)
-        _replace(path, b"".join(frames))
+        replace_file(path, b"".join(frames))
     return tags
 
 
@@ -307,16 +307,6 @@ def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
             return  # half written
         yield data[at:end], data[at + 12 : end - 4]
         at = end
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Put the content in the file's place: a kill leaves the old one or the new one."""
-    part = path.with_name(".rewritten")  # TensorBoard reads every file with "tfevents" in its name
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 def _unwritable(path: Path, error: OSError) -> RunError:

@@ -6,9 +6,7 @@ import contextlib
 import faulthandler
 import os
 import sys
-import threading
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -58,10 +56,3 @@ def place_of(thread: int) -> tuple[str, bool]:
 
 def _in_a_library(file: str) -> bool:
     return LIBRARIES in file and not file.startswith(FORGE)
-
-
-def within(seconds: float, work: Callable[[], object]) -> None:
-    """Call `work` in a thread and wait for it, but no longer than that."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)

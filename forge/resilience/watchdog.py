@@ -22,9 +22,9 @@ import torch.distributed as dist
 from attrs import evolve
 
 from forge.errors import ForgeError, RankError, Stopped
-from forge.resilience.ending import dump_stacks, end_process, place_of, within
+from forge.resilience.ending import dump_stacks, end_process, place_of
 from forge.resilience.reports import Failure, Report, Still, held_up_by, judge, name_ranks, read_as, written
-from forge.training.runtime import Runtime
+from forge.training.runtime import Runtime, within
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 30.0

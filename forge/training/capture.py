@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from forge.errors import ConfigError, RunError, did_you_mean
+from forge.files import replace_file
 from forge.model import Transformer
 from forge.model.attention import Attention
 from forge.pytree import PyTree
@@ -177,10 +177,8 @@ def stream_to_safetensors(folder: Path, captured: Iterable[Mapping[str, Tensor]]
 def _write(folder: Path, name: str, found: Mapping[str, Tensor]) -> None:
     """A file that is there whole or not at all, then its line in the index."""
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f".{name}.writing"
     own = {site: value.detach().cpu().clone(memory_format=torch.contiguous_format) for site, value in found.items()}
-    aside.write_bytes(save(own))
-    os.replace(aside, folder / name)
+    replace_file(folder / name, save(own))
     sites = {
         site: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         for site, value in own.items()

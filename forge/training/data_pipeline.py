@@ -34,6 +34,8 @@ from forge.data.manifest import Split
 from forge.data.stream import HUB_STREAM
 from forge.errors import DataError
 from forge.training.eval import EvalSet
+from forge.training.progress import counting_progress
+from forge.training.runtime import Runtime
 
 Progress = Callable[[int, int], None]
 """Called with (documents done, documents in all) while text becomes tokens."""
@@ -114,7 +116,25 @@ def _without_position(batch_at: Callable[[int], Batch]) -> Callable[[int], _Fed]
     return lambda index: (batch_at(index), None)
 
 
-def prepare_data(config: JobConfig, *, streamed: bool = False, progress: Progress | None = None) -> None:
+@frozen
+class Prepared:
+    """The prepared folders of a config, by name."""
+
+    sources: dict[str, Path]  # "" is the name of the only one; empty for a stream
+    eval_sets: dict[str, Path]  # those of `eval.sets`
+
+
+def open_data(config: JobConfig, runtime: Runtime, stream: Stream | None = None) -> DataPipeline:
+    """`build_data_pipeline` on every rank; where text must be tokenised first, one does it and shows how far it is."""
+    folders = None
+    if runtime.leads:
+        with counting_progress("tokenising documents") as report:
+            folders = prepare_data(config, streamed=stream is not None, progress=report)
+    runtime.barrier()
+    return build_data_pipeline(config, stream=stream, folders=folders, rank=runtime.data_rank, ranks=runtime.data_ranks)
+
+
+def prepare_data(config: JobConfig, *, streamed: bool = False, progress: Progress | None = None) -> Prepared:
     """Turn every text that the config names into tokens, once; what is prepared already is left.
 
     Args:
@@ -123,16 +143,18 @@ def prepare_data(config: JobConfig, *, streamed: bool = False, progress: Progres
     Raises:
         DataError: see `forge.data.prepared`.
     """
-    sources = {} if streamed else _sources(config.data)
-    for data in (*sources.values(), *_eval_sources(config).values()):
-        prepared(data, workers=available_cores(), progress=progress)
+
+    def folders(named: dict[str, DataConfig]) -> dict[str, Path]:
+        return {name: prepared(data, workers=available_cores(), progress=progress) for name, data in named.items()}
+
+    return Prepared(folders({} if streamed else _sources(config.data)), folders(_eval_sources(config)))
 
 
 def build_data_pipeline(
     config: JobConfig,
     *,
     stream: Stream | None = None,
-    progress: Progress | None = None,
+    folders: Prepared | None = None,
     rank: int = 0,
     ranks: int = 1,
 ) -> DataPipeline:
@@ -140,15 +162,15 @@ def build_data_pipeline(
 
     Args:
         stream: documents to train on in the place of those that the config names.
+        folders: what `prepare_data` gave; None = prepare now.
 
     Raises:
         DataError: missing, empty, damaged or too short data, or tokens beyond the model's vocabulary.
     """
-    prepare_data(config, streamed=stream is not None, progress=progress)
-    if stream is not None or config.data.path.startswith(HUB_STREAM):
-        return _stream_pipeline(config, stream, rank, ranks)
-    folders = {name: prepared(data) for name, data in _sources(config.data).items()}
-    datasets = {name: _open(config, folder, "train") for name, folder in folders.items()}
+    folders = prepare_data(config, streamed=stream is not None) if folders is None else folders
+    if not folders.sources:
+        return _stream_pipeline(config, stream, folders, rank, ranks)
+    datasets = {name: _open(config, folder, "train") for name, folder in folders.sources.items()}
     batch_at = build_batch_at(
         datasets,
         _mixture(config),
@@ -165,11 +187,13 @@ def build_data_pipeline(
         eval_sets=_eval_sets(config, folders),
         tokenizer=build_tokenizer(config.data.tokenizer),
         samples=sum(n_samples(dataset, config.train.seq_len) for dataset in datasets.values()),
-        fingerprint="; ".join([_ORDER, *(_fingerprint(name, folder) for name, folder in folders.items())]),
+        fingerprint="; ".join([_ORDER, *(_fingerprint(name, folder) for name, folder in folders.sources.items())]),
     )
 
 
-def _stream_pipeline(config: JobConfig, stream: Stream | None, rank: int, ranks: int) -> DataPipeline:
+def _stream_pipeline(
+    config: JobConfig, stream: Stream | None, folders: Prepared, rank: int, ranks: int
+) -> DataPipeline:
     if config.data.sources:
         raise DataError("a stream cannot be mixed with data.sources: mix before, or prepare it as a source")
     if config.eval.interval and not config.eval.sets:
@@ -194,7 +218,7 @@ def _stream_pipeline(config: JobConfig, stream: Stream | None, rank: int, ranks:
         ranks=ranks,
     )
     origin = "of one's own" if stream is not None else config.data.path
-    return DataPipeline(batches, _eval_sets(config, {}), tokenizer, None, f"stream {origin}")
+    return DataPipeline(batches, _eval_sets(config, folders), tokenizer, None, f"stream {origin}")
 
 
 def _sources(data: DataConfig) -> dict[str, DataConfig]:
@@ -231,14 +255,14 @@ def _open(config: JobConfig, folder: Path, split: Split) -> TokenDataset:
     return dataset
 
 
-def _eval_sets(config: JobConfig, folders: dict[str, Path]) -> tuple[EvalSet, ...]:
+def _eval_sets(config: JobConfig, folders: Prepared) -> tuple[EvalSet, ...]:
     """What is held out of each source, then the further sets of `eval.sets`."""
     if not config.eval.interval:
         return ()
-    further = {name: prepared(data) for name, data in _eval_sources(config).items()}
-    holding = {name: folder for name, folder in folders.items() if read_manifest(folder).of("eval")}
+    further, holding = folders.eval_sets, folders.sources
+    holding = {name: folder for name, folder in holding.items() if read_manifest(folder).of("eval")}
     if not holding and not further:
-        holding = folders  # opening them says what is missing
+        holding = folders.sources  # opening them says what is missing
     sets = [_eval_set(config, name, folder, "eval", held_out=True) for name, folder in holding.items()]
     for name, folder in further.items():
         split: Split = "eval" if read_manifest(folder).of("eval") else "train"

@@ -35,7 +35,7 @@ from forge.resilience import (
     lock_run,
     watch,
 )
-from forge.training.data_pipeline import DataPipeline, build_data_pipeline, open_feed, prepare_data
+from forge.training.data_pipeline import DataPipeline, open_data, open_feed
 from forge.training.eval import run_eval_sets
 from forge.training.generate import Sampling
 from forge.training.hooks import Hook, HookRunner
@@ -43,7 +43,7 @@ from forge.training.loop import Loop, run_loop
 from forge.training.optimizer import eval_params
 from forge.training.parts import Parts, build_parts, initial_state, step_for
 from forge.training.profiling import profile_window
-from forge.training.progress import SILENT, Progress, counting_progress, training_progress
+from forge.training.progress import SILENT, Progress, training_progress
 from forge.training.provenance import record_start
 from forge.training.reload import restore
 from forge.training.runtime import Runtime, deterministic_kernels, open_runtime
@@ -203,15 +203,6 @@ def _roll_back(run: _Run, failure: TooManySkips, notes: dict[str, Any]) -> tuple
     return state, {**notes, "jumps": jumps}
 
 
-def open_data(config: JobConfig, runtime: Runtime, stream: Stream | None = None) -> DataPipeline:
-    """Open the data; where it must be tokenised first, one rank does it."""
-    if runtime.leads:
-        with counting_progress("tokenising documents") as report:
-            prepare_data(config, streamed=stream is not None, progress=report)
-    runtime.barrier()
-    return build_data_pipeline(config, stream=stream, rank=runtime.data_rank, ranks=runtime.data_ranks)
-
-
 def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path | None:
     """The newest sound checkpoint of the run folder, if it fits the config."""
     root = run_dir / "checkpoints"
@@ -230,7 +221,7 @@ def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path
         config,
         saved,
         manifest["step"],
-        parameters_only=has_parameters_only(saved),
+        parameters_only=has_parameters_only(manifest),
     )
     return saved
 

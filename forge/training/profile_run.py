@@ -6,10 +6,9 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from forge.config import JobConfig, ProfilingConfig
-from forge.data import prefetch
 from forge.metrics import DeviceMemoryMonitor
 from forge.metrics.timeline import DATA, Timeline, read_timeline, span
-from forge.training.entry import open_data
+from forge.training.data_pipeline import open_data, open_feed
 from forge.training.parts import build_parts, initial_state, step_for
 from forge.training.profiling import profile_window, trace_path
 from forge.training.runtime import deterministic_kernels, open_runtime
@@ -41,7 +40,8 @@ def profile_run(config: JobConfig, steps: int) -> tuple[Path, Timeline] | None:
         memory = DeviceMemoryMonitor(runtime.device, last, str(folder))
         parts = build_parts(config, runtime)
         state, step_at = initial_state(config, parts), step_for(config, parts)
-        batches = stack.enter_context(closing(prefetch(data.batch_at, 0, last, config.data.prefetch)))
+        feed = open_feed(data, config.data, 0, last, pin=runtime.device.type == "cuda")
+        batches = stack.enter_context(closing(feed))
         with profile_window(ProfilingConfig(start_step=WARMUP + 1, steps=steps), folder) as before_step:
             for step in range(last):
                 before_step(step + 1)

@@ -20,6 +20,7 @@ import torch
 import forge
 from forge.config import JobConfig, config_to_dict
 from forge.errors import RunError
+from forge.files import replace_file
 from forge.resilience import Jumps
 from forge.training.runtime import Runtime
 
@@ -51,14 +52,10 @@ def record_start(run_dir: Path, config: JobConfig, runtime: Runtime, *, step: in
         "data_seed": config.train.data_seed,
         "config": config_to_dict(config),
     }
-    path, aside = run_dir / FILE, run_dir / f".{FILE}.writing"
+    path = run_dir / FILE
     try:
         before = path.read_bytes() if path.exists() else b""
-        with aside.open("wb") as file:
-            file.write(before + json.dumps(line).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        replace_file(path, before + json.dumps(line).encode() + b"\n")
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror}; choose another --run-dir") from None
 

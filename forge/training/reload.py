@@ -24,7 +24,7 @@ from forge.config import DistributedConfig, JobConfig, load_config
 from forge.data import Batch, build_tokenizer, share_of
 from forge.distributed.launch import find_launch
 from forge.errors import CheckpointError
-from forge.training.data_pipeline import build_data_pipeline, prepare_data
+from forge.training.data_pipeline import open_data
 from forge.training.eval import run_eval_sets
 from forge.training.generate import Sampling
 from forge.training.parts import Parts, adopt, build_parts, initial_state, template_state
@@ -113,8 +113,9 @@ def restore(path: Path, config: JobConfig, parts: Parts) -> TrainState:
     Raises:
         CheckpointError: damage, or another shape of model or optimizer.
     """
-    template = template_state(config, parts, read_manifest(path)["step"])
-    if has_parameters_only(path):
+    manifest = read_manifest(path)
+    template = template_state(config, parts, manifest["step"])
+    if has_parameters_only(manifest):
         only = load_checkpoint(path, {"params": template.params}, device=parts.runtime.device)
         return initial_state(config, parts, only["params"])
     return adopt(parts, load_checkpoint(path, template, device=parts.runtime.device))
@@ -156,14 +157,11 @@ def evaluate_run(
     with open_run(run_dir, step=step, device=device, distributed=distributed) as trained:
         runtime = trained.parts.runtime
         config = evolve(trained.config, eval=evolve(trained.config.eval, interval=1, batches=batches))
-        if runtime.leads:
-            prepare_data(config)
-        runtime.barrier()
+        sets = open_data(config, runtime).eval_sets
 
         def place(batch: Batch) -> Batch:
             return share_of(batch, runtime.data_rank, runtime.data_ranks).to(runtime.device)
 
-        sets = build_data_pipeline(config).eval_sets
         found = run_eval_sets(trained.parts.eval_step, trained.params(), trained.state.extras, sets, place=place)
         return {"step": float(trained.state.step), **found}
 

@@ -26,8 +26,8 @@ from forge.distributed.shards import local_part
 from forge.errors import CheckpointError, RunError
 from forge.pytree import tree_flatten_named
 from forge.resilience import batch_index
-from forge.training.data_pipeline import open_feed
-from forge.training.entry import open_data, starting_state
+from forge.training.data_pipeline import open_data, open_feed
+from forge.training.entry import starting_state
 from forge.training.parts import adopt, build_parts, step_for
 from forge.training.provenance import governing, hardware, read_starts, software
 from forge.training.runtime import Runtime, deterministic_kernels, open_runtime

@@ -139,7 +139,7 @@ def open_runtime(config: JobConfig) -> Generator[Runtime, None, None]:
         end = dist.destroy_process_group  # all ranks stopped together
         raise
     finally:
-        _within(TEARDOWN_SECONDS, end if owned else lambda: dist.destroy_process_group(control))
+        within(TEARDOWN_SECONDS, end if owned else lambda: dist.destroy_process_group(control))
 
 
 def _join(launch: Launch, device: torch.device, timeout: timedelta) -> dist.Store:
@@ -163,14 +163,12 @@ def _limit_waits(mesh: Mesh, timeout: timedelta) -> None:
     """Every group of the mesh waits as long as the default group: torch makes them with a default of its own."""
     for grid in (mesh.root, mesh.fsdp, mesh.fsdp_experts, mesh.stage, mesh.loss):
         for group in grid.get_all_groups():
-            if dist.get_backend(group) == "fake":  # of ranks that are not there: nothing waits
-                continue
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def _within(seconds: float, work: Callable[[], None]) -> None:
+def within(seconds: float, work: Callable[[], object]) -> None:
     """Call `work` and wait for it, but no longer than that: a rank that is gone may keep it for ever."""
-    thread = threading.Thread(target=work, name="forge-teardown", daemon=True)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from forge.config import JobConfig
 from forge.data import Tokenizer
 from forge.errors import ConfigError
+from forge.files import replace_file
 from forge.logging import get_logger
 from forge.model import build_model
 from forge.pytree import PyTree
@@ -156,12 +156,10 @@ def record_sample(path: Path, step: int, text: str) -> None:
 
     A kill leaves the old file or the new one. A sample is no reason to fail: what cannot be written is a warning.
     """
-    aside = path.with_name(f".{path.name}.writing")
     try:
         before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         lines = [line for line in before if json.loads(line)["step"] < step]
         lines.append(json.dumps({"step": step, "text": text}))
-        aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        os.replace(aside, path)
+        replace_file(path, ("\n".join(lines) + "\n").encode())
     except (OSError, ValueError, KeyError) as error:
         log.warning("%s: the sample cannot be kept (%s)", path, error)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.data.encode import Documents
-from forge.data.manifest import file_digest
 from forge.data.shard import open_shard
 from forge.data.writer import SplitWriter
 from forge.errors import DataError
+from forge.files import file_digest
 
 EOD = 9
 DOCUMENTS = st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=12), max_size=12)

@@ -10,12 +10,11 @@ import pytest
 import torch
 from attrs import evolve
 
-import forge.training.entry as entry
 from forge.checkpoint import list_checkpoints
 from forge.config import CheckpointConfig, Constant, DistributedConfig
 from forge.data.batch import IGNORE
 from forge.model.norm import RMSNorm
-from forge.training import run_training
+from forge.training import data_pipeline, run_training
 from forge.training.data_pipeline import build_data_pipeline
 from forge.training.parts import build_parts, initial_state, step_for
 from forge.training.replay import replay_step
@@ -69,7 +68,7 @@ def _bad_batches(change):
         data = build_data_pipeline(*args, **options)
         return evolve(data, training=change(data.batch_at))
 
-    entry.build_data_pipeline = changed
+    data_pipeline.build_data_pipeline = changed
 
 
 def _without_targets(batch):

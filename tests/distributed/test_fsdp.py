@@ -7,22 +7,20 @@ import torch
 from attrs import evolve
 from torch.distributed.tensor import DTensor
 
-from forge.config import SGD, DistributedConfig, FreezeStage, Lion, NoSchedule, ScheduleFree
+from forge.config import SGD, DistributedConfig, FreezeStage, Lion
 from forge.distributed.fsdp import reshard_after_forward
 from forge.distributed.parallelize import materialize
 from forge.errors import ConfigError
-from forge.pytree import tree_leaves
-from forge.training.optimizer import eval_params
-from forge.training.parts import build_parts, initial_state, seam_for, step_for
+from forge.training.parts import build_parts, initial_state, seam_for
 from forge.training.runtime import open_runtime
 from tests.distributed.parity import assert_same_curve
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import JOB, TRAIN, global_batch, local_batch, train, whole
+from tests.distributed.training import FREE, JOB, TRAIN, evaluate, global_batch, local_batch, train, whole
 
 JOBS = {
     "lion": evolve(JOB, optimizer=Lion(lr=1e-3)),
     "sgd": evolve(JOB, optimizer=SGD()),
-    "schedule_free": evolve(JOB, optimizer=ScheduleFree(lr=1e-2), scheduler=NoSchedule()),
+    "schedule_free": FREE,
     "recomputed": evolve(JOB, train=evolve(TRAIN, activation_checkpointing="full")),
     "selectively recomputed": evolve(JOB, train=evolve(TRAIN, activation_checkpointing="selective")),
     "bf16 weights": evolve(JOB, train=evolve(TRAIN, param_dtype="bf16", precision="fp32")),
@@ -134,27 +132,7 @@ def test_options_say_when_parameters_are_gathered_and_freed():
         assert pipeline == [False, True]
 
 
-def _evaluate():
-    job = JOBS["schedule_free"]
-    with open_runtime(job) as runtime:
-        parts = build_parts(job, runtime)
-        state = initial_state(job, parts)
-        step_at = step_for(job, parts)
-        losses = []
-        for n in range(3):
-            step, state = step_at(n, state)
-            state, _ = step(state, local_batch(global_batch(n), runtime.data_rank, runtime.data_ranks, 1))
-            average = eval_params(parts.optimizer, state.params, state.opt_state)
-            before = [whole(p) for p in tree_leaves(state.params)]
-            sums = parts.eval_step(
-                average, state.extras, local_batch(global_batch(9), runtime.data_rank, runtime.data_ranks, 1)
-            )
-            assert all(torch.equal(a, whole(b)) for a, b in zip(before, tree_leaves(state.params), strict=True))
-            losses.append(float(sums.ce) / int(sums.tokens))
-        return losses
-
-
 def test_evaluation_is_that_of_one_process_and_leaves_the_training_parameters():
-    expected = _evaluate()
-    for losses in run_ranks(_evaluate, 2):
+    expected = evaluate(FREE)
+    for losses in run_ranks(evaluate, 2, FREE):
         assert losses == pytest.approx(expected, rel=1e-5)

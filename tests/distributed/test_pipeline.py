@@ -10,16 +10,26 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.config import DistributedConfig, FreezeStage, NoSchedule, ScheduleFree
+from forge.config import DistributedConfig, FreezeStage
 from forge.distributed.pipeline import check_pipeline, stage_layers
 from forge.errors import ConfigError
-from forge.pytree import tree_leaves, tree_map
-from forge.training.optimizer import eval_params
-from forge.training.parts import build_parts, initial_state, seam_for, step_for
+from forge.pytree import tree_leaves
+from forge.training.parts import build_parts, initial_state, seam_for
 from forge.training.runtime import build_runtime, open_runtime
 from tests.distributed.parity import assert_same_curve
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import JOB, MODEL, MOE, TRAIN, Curve, global_batch, local_batch, train, whole
+from tests.distributed.training import (
+    FREE,
+    JOB,
+    MODEL,
+    MOE,
+    TRAIN,
+    Curve,
+    evaluate,
+    global_batch,
+    local_batch,
+    train,
+)
 
 TIED = evolve(MODEL, tied_embeddings=True)
 FROZEN = (FreezeStage(("blocks.*", "embed*")), FreezeStage(("blocks.1.*",), frozen=False, start_step=3))
@@ -49,9 +59,6 @@ CASES = {
 }  # fmt: skip
 
 
-FREE = evolve(JOB, optimizer=ScheduleFree(lr=1e-2), scheduler=NoSchedule())
-
-
 class _Found(NamedTuple):
     """What one rank has made of everything asked of it."""
 
@@ -65,7 +72,7 @@ def _everything(world_size):
     curves = [train(JOBS[job], layout) for job, layout in CASES[world_size]]
     if world_size > 2:
         return _Found(curves, {}, [])
-    evaluated = [_evaluate(_staged(FREE, F1B1), 1), _evaluate(_staged(FREE, LOOPED), 5)]
+    evaluated = [evaluate(_staged(FREE, F1B1), 1), evaluate(_staged(FREE, LOOPED), 5)]
     return _Found(curves, _first_sums(_staged(JOBS["moe"], F1B1)), evaluated)
 
 
@@ -159,27 +166,8 @@ def test_the_seam_computes_with_the_parameters_that_it_is_given(stages, one):
     assert abs(one["doubled"] - one["packed"]) > 1e-2
 
 
-def _evaluate(job, count):
-    """Losses of a held-out batch of `count` sequences under schedule-free's average, and whether training goes on."""
-    with open_runtime(job) as runtime:
-        parts = build_parts(job, runtime)
-        state = initial_state(job, parts)
-        step_at = step_for(job, parts)
-        losses = []
-        for n in range(3):
-            step, state = step_at(n, state)
-            state, _ = step(state, local_batch(global_batch(n), runtime.data_rank, runtime.data_ranks, 1))
-            average = eval_params(parts.optimizer, state.params, state.opt_state)
-            before = [whole(p) for p in tree_leaves(state.params)]
-            held_out = tree_map(lambda x: x[:count], local_batch(global_batch(9), 0, 1, 1))
-            sums = parts.eval_step(average, state.extras, held_out)
-            assert all(torch.equal(a, whole(b)) for a, b in zip(before, tree_leaves(state.params), strict=True))
-            losses.append(float(sums.ce) / int(sums.tokens))
-        return losses
-
-
 def test_evaluation_is_that_of_one_process_for_any_number_of_micro_batches(found):
-    expected = [_evaluate(FREE, 1), _evaluate(FREE, 5)]
+    expected = [evaluate(FREE, 1), evaluate(FREE, 5)]
     for rank in found[2]:
         for losses, right in zip(rank.evaluated, expected, strict=True):
             assert losses == pytest.approx(right, rel=1e-5)

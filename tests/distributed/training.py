@@ -9,10 +9,21 @@ from attrs import evolve
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forge.config import AdamW, Constant, DistributedConfig, JobConfig, ModelConfig, MoEConfig, TrainConfig
+from forge.config import (
+    AdamW,
+    Constant,
+    DistributedConfig,
+    JobConfig,
+    ModelConfig,
+    MoEConfig,
+    NoSchedule,
+    ScheduleFree,
+    TrainConfig,
+)
 from forge.data.batch import IGNORE, Batch
 from forge.distributed.pipeline import gather_stages
-from forge.pytree import tree_map
+from forge.pytree import tree_leaves, tree_map
+from forge.training.optimizer import eval_params
 from forge.training.parts import build_parts, initial_state, step_for
 from forge.training.runtime import Runtime, open_runtime
 
@@ -37,6 +48,9 @@ class Curve(NamedTuple):
     tokens: int
     start: dict[str, Tensor]  # whole
     params: dict[str, Tensor]  # whole
+
+
+FREE = evolve(JOB, optimizer=ScheduleFree(lr=1e-2), scheduler=NoSchedule())
 
 
 def global_batch(step: int) -> Batch:
@@ -76,6 +90,29 @@ def train(job: JobConfig, layout: dict[str, Any] | None = None) -> Curve:
             losses.append(float(result.loss))
             norms.append(float(result.grad_norm))
         return Curve(losses, norms, int(state.tokens), start, gathered(state.params, runtime))
+
+
+def evaluate(job: JobConfig, count: int | None = None) -> list[float]:
+    """Held-out losses after each of three updates, under the average that schedule-free evaluates.
+
+    The held-out sequences are this rank's share, or the first `count` of it; the parameters in training stay.
+    """
+    with open_runtime(job) as runtime:
+        parts = build_parts(job, runtime)
+        state = initial_state(job, parts)
+        step_at = step_for(job, parts)
+        share = runtime.data_rank, runtime.data_ranks, 1
+        held_out = tree_map(lambda x: x[:count], local_batch(global_batch(9), *share))
+        losses = []
+        for n in range(3):
+            step, state = step_at(n, state)
+            state, _ = step(state, local_batch(global_batch(n), *share))
+            average = eval_params(parts.optimizer, state.params, state.opt_state)
+            before = [whole(p) for p in tree_leaves(state.params)]
+            sums = parts.eval_step(average, state.extras, held_out)
+            assert all(torch.equal(a, whole(b)) for a, b in zip(before, tree_leaves(state.params), strict=True))
+            losses.append(float(sums.ce) / int(sums.tokens))
+        return losses
 
 
 def gathered(params: dict[str, Tensor], runtime: Runtime) -> dict[str, Tensor]:

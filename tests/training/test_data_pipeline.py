@@ -22,7 +22,7 @@ from forge.config import (
 from forge.data import IteratorStream, build_tokenizer, prepare
 from forge.errors import DataError
 from forge.pytree import tree_equal
-from forge.training.data_pipeline import build_data_pipeline, open_feed
+from forge.training.data_pipeline import build_data_pipeline, open_feed, prepare_data
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ def test_without_evaluation_nothing_is_held_open(job):
 
 def test_text_is_tokenised_once_with_progress(job):
     seen = []
-    build_data_pipeline(job, progress=lambda done, total: seen.append((done, total)))
+    prepare_data(job, progress=lambda done, total: seen.append((done, total)))
     assert seen and seen[-1][0] == seen[-1][1]
-    build_data_pipeline(job, progress=lambda *_: pytest.fail("tokenised again"))
+    prepare_data(job, progress=lambda *_: pytest.fail("tokenised again"))
 
 
 def test_a_prepared_folder_is_the_same_data_wherever_it_lies(job, tmp_path):

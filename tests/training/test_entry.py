@@ -40,7 +40,7 @@ from forge.data.batch import IGNORE
 from forge.errors import CheckpointError, ConfigError, DataError, RunError, Stopped
 from forge.pytree import tree_equal, tree_map
 from forge.resilience import TooManySkips
-from forge.training import run_training
+from forge.training import data_pipeline, run_training
 from forge.training.data_pipeline import build_data_pipeline
 from forge.training.hooks import Hook
 
@@ -351,13 +351,12 @@ def test_too_many_skipped_updates_stop_the_run_with_the_last_good_state(job):
 
 def _with_data(monkeypatch, change):
     """Runs read `change(batch_at)`."""
-    import forge.training.entry as entry
 
     def changed(*args, **options):
         data = build_data_pipeline(*args, **options)
         return evolve(data, training=change(data.batch_at))
 
-    monkeypatch.setattr(entry, "build_data_pipeline", changed)
+    monkeypatch.setattr(data_pipeline, "build_data_pipeline", changed)
 
 
 def _without_targets(*indices):

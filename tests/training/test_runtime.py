@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from attrs import evolve
 
 from forge.config import DistributedConfig, JobConfig
 from forge.errors import ForgeError, RunError
-from forge.training.runtime import _device, build_runtime, deterministic_kernels, open_runtime
+from forge.training.runtime import _device, build_runtime, deterministic_kernels, open_runtime, within
 from tests.distributed.ranks import run_ranks
 from tests.processes import free_port
 
@@ -149,3 +151,10 @@ def test_deterministic_kernels_end_with_an_exception_too():
 
 def _settings():
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_work_that_hangs_is_waited_for_no_longer_than_asked():
+    over, start = threading.Event(), time.monotonic()
+    within(0.1, over.wait)
+    over.set()
+    assert 0.1 <= time.monotonic() - start < 5

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.checkpoint.folder import sync_folder
 from forge.checkpoint.huggingface.config_json import write_config_json
 from forge.checkpoint.huggingface.families import family_of
 from forge.checkpoint.huggingface.tensors import Origins, origins, to_family, units
 from forge.checkpoint.huggingface.tokenizer import write_tokenizer
 from forge.checkpoint.layout import Layout
 from forge.checkpoint.load import read_layout, read_parts, verify_checkpoint
-from forge.checkpoint.save import CONFIG, sync_file, write_tensors, writing
+from forge.checkpoint.save import CONFIG, write_tensors, writing
 from forge.config import JobConfig, ScheduleFree, load_config
 from forge.data import build_tokenizer
 from forge.errors import CheckpointError, ConfigError
+from forge.files import sync_file, sync_folder
 from forge.model import build_model
 from forge.pytree import tree_flatten_named, tree_unflatten_named
 from forge.training.optimizer import build_optimizer, init_opt_state, parameter_roles, with_master_weights

@@ -58,7 +58,8 @@ def test_the_run_folder_is_complete_and_says_where_it_is_from(llama, tmp_path):
         "tokenizer_config.json",
     ]
     checkpoint = tmp_path / "run/checkpoints/step_00000000"
-    assert has_parameters_only(checkpoint) and read_manifest(checkpoint)["notes"]["imported"] == str(llama)
+    manifest = read_manifest(checkpoint)
+    assert has_parameters_only(manifest) and manifest["notes"]["imported"] == str(llama)
     assert load_config(checkpoint / "config.toml") == config
 
 

@@ -1,0 +1,43 @@
+"""Files that are on the disk whole or not at all, whatever is killed or loses its power meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+_ASIDE = ".rewritten"
+"""Where new content waits; not under its file's name, since TensorBoard reads all that have "tfevents" in theirs."""
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Put the content in the file's place: a kill leaves the old one or the new one. One process writes in the folder.
+
+    Raises:
+        OSError: it cannot be written; the old one is as it was.
+    """
+    aside = path.with_name(_ASIDE)
+    aside.write_bytes(content)
+    sync_file(aside)
+    aside.replace(path)
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file's content to the disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk: a rename is durable only after this."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,39 @@
+"""A file is on the disk whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from forge.files import file_digest, replace_file, sync_file, sync_folder
+
+
+def test_new_content_takes_the_place_of_the_old_and_leaves_nothing_beside_it(tmp_path):
+    path = tmp_path / "file"
+    for content in (b"old", b"newer", b""):
+        replace_file(path, content)
+        assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_replaced_stays(tmp_path):
+    replace_file(tmp_path / "file", b"old")
+    (tmp_path / ".rewritten").mkdir()
+    with pytest.raises(OSError):
+        replace_file(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_syncing_changes_nothing_and_needs_something_to_sync(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    sync_file(tmp_path / "file")
+    sync_folder(tmp_path)
+    assert (tmp_path / "file").read_bytes() == b"content"
+    for sync in (sync_file, sync_folder):
+        with pytest.raises(FileNotFoundError):
+            sync(tmp_path / "none")
+
+
+def test_the_digest_is_that_of_the_content(tmp_path):
+    (tmp_path / "file").write_bytes(b"content" * 100_000)
+    assert file_digest(tmp_path / "file") == hashlib.sha256(b"content" * 100_000).hexdigest()
