@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forge.distributed.shards import local_part, local_slices
+from forge.distributed.shards import local_data, local_slices
 from forge.errors import CheckpointError
 
 PARAMS = "params.safetensors"
@@ -81,7 +81,7 @@ def part_of(name: str, leaf: Tensor) -> Part:
     shape, dtype = tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")
     if not isinstance(leaf, DTensor):
         return Part(shape, dtype, Box((0,) * leaf.dim(), shape))
-    slices, held = local_slices(leaf), tuple(local_part(leaf).shape)
+    slices, held = local_slices(leaf), tuple(local_data(leaf).shape)
     box = Box(tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices))
     if box.shape != held:
         raise CheckpointError(f"{name}: {leaf.placements} on {shape} leaves {held} here, not {box.shape}")

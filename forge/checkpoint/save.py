@@ -34,7 +34,7 @@ from forge.checkpoint.layout import (
 )
 from forge.checkpoint.ranks import Ranks, all_ranks
 from forge.config import JobConfig, save_config
-from forge.distributed.shards import local_part
+from forge.distributed.shards import local_data
 from forge.errors import CheckpointError
 from forge.files import file_digest, sync_file, sync_folder
 from forge.pytree import tree_flatten_named
@@ -102,7 +102,7 @@ def draft_checkpoint(
 
     held = ranks.together(lambda: {name: part_of(name, leaf) for name, leaf in leaves.items()})
     names, layout = ranks.agree(held, plan)
-    own = {name: local_part(leaves[name]).detach() for name in names}
+    own = {name: local_data(leaves[name]) for name in names}
     draft = Draft(final, step, tokens, config, notes or {}, own, layout)
     ranks.together(lambda: _make_folder(draft) if ranks.rank == 0 else None)
     return draft

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from forge.config import MoEConfig
 from forge.distributed.mesh import Mesh
-from forge.distributed.shards import local_part
+from forge.distributed.shards import local_data, local_part
 from forge.errors import ConfigError
 from forge.model import Transformer
 from forge.model.moe import Experts, MoE, grouped_mlps
@@ -62,7 +62,7 @@ def check_experts(config: MoEConfig, ranks: int) -> None:
 def _cut(experts: Experts, mesh: Mesh) -> None:
     """Replace each weight (E, ...), or TP's share of it, by this rank's experts, as a DTensor that knows the whole."""
     for name, weight in list(experts.named_parameters()):
-        local = local_part(weight.detach()).tensor_split(mesh.size("ep"))[mesh.rank("ep")]
+        local = local_data(weight).tensor_split(mesh.size("ep"))[mesh.rank("ep")]
         of_tp = weight.placements if isinstance(weight, DTensor) else ()
         grid, placements = mesh.root["ep", "tp"] if of_tp else mesh.root["ep"], (Shard(0), *of_tp)
         cut = DTensor.from_local(local, grid, placements, run_check=False, shape=weight.shape, stride=weight.stride())

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from forge.config import DistributedConfig
 from forge.distributed.mesh import Mesh
-from forge.distributed.shards import local_part
+from forge.distributed.shards import local_data
 from forge.model import Transformer
 from forge.model.moe import MoE
 
@@ -90,7 +90,7 @@ def _sharded_in(blocks: list[FSDPModule]) -> list[FSDPModule]:
 
 def _placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
     """Cut expert weights (E, in, out) within the experts where there are fewer of them than ranks; else as always."""
-    shape = local_part(parameter.detach()).shape
+    shape = local_data(parameter).shape
     if len(shape) < 3 or shape[0] >= ranks:
         return None
     return next((Shard(dim) for dim in (1, 2) if shape[dim] % ranks == 0), None)

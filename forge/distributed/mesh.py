@@ -22,8 +22,8 @@ class Mesh:
     """The grid, seen from one rank."""
 
     root: DeviceMesh  # of DIMS, each present, also where its size is 1
-    fsdp: DeviceMesh  # (dp_replicate, dp_shard * ep * cp): dense parameters
-    fsdp_experts: DeviceMesh  # (dp_replicate, dp_shard * cp): experts, which are cut over ep already
+    fsdp: DeviceMesh  # dp_shard * ep * cp, behind dp_replicate where there are replicas: dense parameters
+    fsdp_experts: DeviceMesh  # the same of dp_shard * cp: experts, which are cut over ep already
     stage: DeviceMesh  # everything but pp: ranks that hold one pipeline stage together
     loss: DeviceMesh  # dp_replicate * dp_shard * ep * cp: ranks whose tokens add up to the global batch
 
@@ -90,13 +90,18 @@ def build_mesh(config: DistributedConfig, world_size: int, device_type: str) -> 
     """Make the process groups of every dimension; collective, after `init_process_group`."""
     sizes = mesh_sizes(config, world_size)
     root = init_device_mesh(device_type, tuple(sizes[dim] for dim in DIMS), mesh_dim_names=DIMS)
-    replicas = root["dp_replicate"]
     fsdp = root["dp_shard", "ep", "cp"]._flatten("fsdp")
     experts = root["dp_shard", "cp"]._flatten("fsdp_experts")
     return Mesh(
         root=root,
-        fsdp=DeviceMesh._concatenate([replicas, fsdp]),
-        fsdp_experts=DeviceMesh._concatenate([replicas, experts]),
+        fsdp=_replicated(root, fsdp),
+        fsdp_experts=_replicated(root, experts),
         stage=root["dp_replicate", "dp_shard", "ep", "cp", "tp"]._flatten("stage"),
         loss=root["dp_replicate", "dp_shard", "ep", "cp"]._flatten("loss"),
     )
+
+
+def _replicated(root: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
+    """A mesh behind dp_replicate, unless that is 1: FSDP2 would all-reduce every block over one rank."""
+    replicas = root["dp_replicate"]
+    return shards if replicas.size() == 1 else DeviceMesh._concatenate([replicas, shards])

@@ -11,7 +11,7 @@ from forge.distributed.expert_parallel import apply_expert_parallel
 from forge.distributed.fsdp import apply_fsdp
 from forge.distributed.mesh import Mesh
 from forge.distributed.pipeline import Stages, build_stages
-from forge.distributed.shards import local_part, shard_of
+from forge.distributed.shards import local_data, shard_of
 from forge.distributed.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from forge.model import Transformer
 from forge.model.fp8 import apply_fp8
@@ -67,5 +67,5 @@ def materialize(model: nn.Module, config: JobConfig, device: torch.device) -> di
     params = allocate(model, device)
     for name, p in params.items():
         whole = init_tensor(name, p.shape, config.model, config.train.seed)
-        local_part(p).copy_(shard_of(whole, p))
+        local_data(p).copy_(shard_of(whole, p))
     return params

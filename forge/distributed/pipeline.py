@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from forge.config import DistributedConfig, JobConfig
 from forge.distributed.mesh import Mesh
-from forge.distributed.shards import as_sharded, local_part, sharded_norm, tree_whole
+from forge.distributed.shards import as_sharded, local_data, sharded_norm, tree_whole
 from forge.errors import ConfigError
 from forge.model import Transformer
 
@@ -176,7 +176,7 @@ def sum_tied_gradients(grads: dict[str, Tensor], stages: Stages, mesh: Mesh) -> 
         return
     group = mesh.group("pp")
     peer = group.size() - 1 if stages.holds_first else 0
-    mine = local_part(grads[TIED]).contiguous()
+    mine = local_data(grads[TIED]).contiguous()
     other = torch.empty_like(mine)
     swap = [
         dist.P2POp(dist.isend, mine, group=group, group_peer=peer),

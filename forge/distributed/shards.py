@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,21 @@ def is_sharded(tree: PyTree) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing its storage; a plain tensor is its own part."""
+    """This rank's part, through which gradients flow; a plain tensor is its own part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_data(tensor: Tensor) -> Tensor:
+    """This rank's part, outside of autograd and sharing its storage.
+
+    A step asks it of every leaf several times, and `to_local` makes a node of the graph or a view each time.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def tree_local(tree: PyTree) -> PyTree:
-    """`local_part` of every leaf."""
-    return tree_map(local_part, tree)
+    """`local_data` of every leaf."""
+    return tree_map(local_data, tree)
 
 
 def tree_whole(tree: PyTree) -> PyTree:
@@ -82,11 +91,13 @@ def sharded_norm(tree: PyTree, stage_ranks: int) -> Tensor:
         tree: DTensors (on any meshes) and plain tensors, which each rank of a stage holds a copy of.
         stage_ranks: ranks that hold the same layers; a part that r of them hold counts 1/r on each.
     """
-    squares = []
+    by_weight: dict[float, list[Tensor]] = defaultdict(list)
     for leaf in tree_leaves(tree):
-        local = local_part(leaf)
-        square = torch.linalg.vector_norm(local, dtype=torch.float32).square()
-        squares.append(square * (pieces(leaf) / stage_ranks))
+        by_weight[pieces(leaf) / stage_ranks].append(local_data(leaf))
+    squares = [
+        torch.stack(torch._foreach_norm(parts, dtype=torch.float32)).square().sum() * weight
+        for weight, parts in by_weight.items()
+    ]
     total = torch.stack(squares).sum().double()
     dist.all_reduce(total)
     return total.sqrt().float()

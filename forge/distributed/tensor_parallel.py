@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from forge.config import JobConfig
 from forge.distributed.mesh import Mesh
-from forge.distributed.shards import local_part
+from forge.distributed.shards import local_data, local_part
 from forge.errors import ConfigError
 from forge.model import Transformer
 from forge.model.attention import Attention
@@ -184,7 +184,7 @@ def _cut_experts(experts: Experts, mesh: Mesh) -> None:
     for name, weight in list(experts.named_parameters()):
         dim = 1 if name == "w_down" else 2
         # A view of one expert counts as contiguous with the strides of the wider one, and FSDP2 refuses those.
-        part = local_part(weight.detach()).chunk(ranks, dim)[place].clone(memory_format=torch.contiguous_format)
+        part = local_data(weight).chunk(ranks, dim)[place].clone(memory_format=torch.contiguous_format)
         dealt = isinstance(weight, DTensor)
         grid, cuts = (mesh.root["ep", "tp"], [Shard(0), Shard(dim)]) if dealt else (mesh.root["tp"], [Shard(dim)])
         whole = DTensor.from_local(part, grid, cuts, run_check=False)

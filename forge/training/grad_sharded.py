@@ -18,7 +18,7 @@ from forge.distributed.context_parallel import shard_sequence
 from forge.distributed.fsdp import fsdp_modules
 from forge.distributed.functional import all_reduce
 from forge.distributed.mesh import Mesh
-from forge.distributed.shards import local_part
+from forge.distributed.shards import local_data
 from forge.errors import ConfigError
 from forge.model import Transformer
 from forge.pytree import PyTree
@@ -99,7 +99,7 @@ def shared_micro_batches(batch: Batch, extras: PyTree, mesh: Mesh) -> list[Micro
 @contextmanager
 def lent(module: nn.Module, own: Params, params: Params) -> Generator[None, None, None]:
     """Let a module compute forward passes with `params`, and have its own parameters back afterwards."""
-    before = {name: local_part(p.detach()).clone() for name, p in own.items() if not shares(p, params[name])}
+    before = {name: local_data(p).clone() for name, p in own.items() if not shares(p, params[name])}
     bind(own, params, None)
     try:
         yield
@@ -107,19 +107,19 @@ def lent(module: nn.Module, own: Params, params: Params) -> Generator[None, None
         for sharded in fsdp_modules(module):
             sharded.reshard()  # what was gathered is kept until a backward pass, which does not come
         for name, part in before.items():
-            local_part(own[name].detach()).copy_(part)
+            local_data(own[name]).copy_(part)
 
 
 def shares(parameter: Tensor, given: Tensor) -> bool:
     """Whether the part here of the one tensor is the storage of the other's."""
-    return local_part(parameter.detach()).data_ptr() == local_part(given).data_ptr()
+    return local_data(parameter).data_ptr() == local_data(given).data_ptr()
 
 
 def bind(own: Params, params: Params, trainable: Collection[str] | None) -> None:
     """Make the module compute with `params`: shared storage is left, anything else copied in."""
     for name, parameter in own.items():
         if not shares(parameter, params[name]):
-            local_part(parameter.detach()).copy_(local_part(params[name]))
+            local_data(parameter).copy_(local_data(params[name]))
         parameter.requires_grad_(trainable is None or name in trainable)
 
 

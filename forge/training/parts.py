@@ -12,7 +12,7 @@ from torch import Tensor
 from forge.config import JobConfig
 from forge.distributed.parallelize import allocate, materialize, parallelize, parallelize_stages
 from forge.distributed.pipeline import Stages, build_pipeline_norm
-from forge.distributed.shards import as_sharded, local_part, sharded_norm
+from forge.distributed.shards import as_sharded, local_data, sharded_norm
 from forge.model import Transformer, build_model, init_params
 from forge.model.fp8 import check_fp8
 from forge.pytree import PyTree
@@ -127,10 +127,10 @@ def _own(parts: Parts, params: dict[str, Tensor]) -> dict[str, Tensor]:
     if parts.runtime.mesh is None:
         return params
     own = {name: p.detach() for name, p in parts.model.named_parameters()}
-    if any(local_part(p).is_meta for p in own.values()):
+    if any(local_data(p).is_meta for p in own.values()):
         own = allocate(parts.model, parts.runtime.device)
     for name, parameter in own.items():
-        local_part(parameter).copy_(local_part(params[name]))
+        local_data(parameter).copy_(local_data(params[name]))
     return own
 
 
@@ -138,7 +138,7 @@ def template_state(config: JobConfig, parts: Parts, step: int) -> TrainState:
     """A state on the meta device: structure, shapes, dtypes and layout of the one after `step` batches."""
     named = dict(parts.model.named_parameters())
     dtype = parts.runtime.param_dtype
-    params = {name: as_sharded(local_part(p.detach()).to("meta", dtype), p) for name, p in named.items()}
+    params = {name: as_sharded(local_data(p).to("meta", dtype), p) for name, p in named.items()}
     learned = ever_trainable(config.train.freeze, parts.names, max(0, step - 1))
     opt_state = init_opt_state(parts.optimizer, {name: params[name] for name in params if name in learned})
     return init_state(params, opt_state, _extras(config, "meta"))

@@ -22,7 +22,7 @@ from forge.checkpoint.diff import same_bits
 from forge.checkpoint.load import read_layout, read_parts
 from forge.config import config_from_dict, config_to_dict, load_config
 from forge.data import Position
-from forge.distributed.shards import local_part
+from forge.distributed.shards import local_data
 from forge.errors import CheckpointError, RunError
 from forge.pytree import tree_flatten_named
 from forge.resilience import batch_index
@@ -190,8 +190,8 @@ def _compare_state(target: Path, state: TrainState, runtime: Runtime, verdict: _
     verify_checkpoint(target)
     layout, leaves, different = read_layout(target), tree_flatten_named(state), 0
     for name, leaf in leaves.items():
-        now = local_part(leaf.detach())
-        then = local_part(read_parts(target, layout, {name: leaf}, runtime.device)[name])
+        now = local_data(leaf)
+        then = local_data(read_parts(target, layout, {name: leaf}, runtime.device)[name])
         if not same_bits(then, now):
             different += 1
             most = float((now.double() - then.double()).abs().max())

@@ -132,7 +132,7 @@ def _measure(job, layout):
         mesh = runtime.mesh
         return _Measured(
             pp_rank=mesh.rank("pp") if mesh else 0,
-            shard_rank=mesh.fsdp.get_local_rank(1) if mesh else 0,
+            shard_rank=mesh.fsdp.get_local_rank(mesh.fsdp.ndim - 1) if mesh else 0,
             parameters=stored[0],
             gradients=_bytes(grads),
             optimizer=stored[1],

@@ -48,7 +48,7 @@ def test_every_rank_stores_the_shapes_that_arithmetic_gives_it(sizes, tied, lear
     with fake_rank(rank, world_size), open_runtime(job) as runtime:
         parts, mesh = build_parts(job, runtime), runtime.mesh
         real = {name: tuple(local_part(p.detach()).shape) for name, p in parts.model.named_parameters()}
-        place = mesh.fsdp.get_local_rank(1)
+        place = mesh.fsdp.get_local_rank(mesh.fsdp.ndim - 1)
         stages = layout.stages(mesh.rank("pp"))
     assert real == {name: layout.local_shape(name, place) for stage in stages for name in stage}
 

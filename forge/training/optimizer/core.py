@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forge.distributed.shards import as_sharded, is_sharded, local_part, tree_local, tree_sharded
+from forge.distributed.shards import as_sharded, is_sharded, local_data, tree_local, tree_sharded
 from forge.pytree import PyTree, tree_where
 
 Params = dict[str, Tensor]
@@ -63,13 +63,15 @@ def apply_update(
 
     Of sharded parameters each rank updates its own parts: no optimizer sees a DTensor.
     """
+    in_place = donate and optimizer.update_ is not None
     if is_sharded(params):
         new = apply_update(
             optimizer, tree_local(grads), tree_local(opt_state), tree_local(params),
             lr=lr, scale=scale, ok=ok, donate=donate,
         )  # fmt: skip
-        return tree_sharded(new[0], params), tree_sharded(new[1], opt_state)
-    if donate and optimizer.update_ is not None:
+        return (params, opt_state) if in_place else (tree_sharded(new[0], params), tree_sharded(new[1], opt_state))
+    if in_place:
+        assert optimizer.update_ is not None
         with torch.no_grad():
             optimizer.update_(grads, opt_state, params, lr, scale, ok)
         return params, opt_state
@@ -85,7 +87,7 @@ def init_opt_state(optimizer: Optimizer, params: Params) -> PyTree:
     state = optimizer.init(tree_local(params))
 
     def placed(name: str, leaf: Tensor) -> Tensor:
-        return as_sharded(leaf, params[name]) if leaf.shape == local_part(params[name]).shape else leaf
+        return as_sharded(leaf, params[name]) if leaf.shape == local_data(params[name]).shape else leaf
 
     return {key: {name: placed(name, leaf) for name, leaf in part.items()} for key, part in state.items()}
 
