@@ -87,6 +87,6 @@ def job_config(regime: Regime, device: Device, precision: Precision) -> JobConfi
             compile=regime.compiled,
             grad_clip_norm=1.0,
         ),
-        optimizer=Muon() if regime.optimizer == "muon" else AdamW(),
+        optimizer=Muon(ns_dtype="bf16") if regime.optimizer == "muon" else AdamW(),  # as torch's Muon does
         scheduler=NoSchedule(),
     )

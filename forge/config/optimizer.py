@@ -51,6 +51,8 @@ class Muon:
     """Look one momentum step ahead."""
     ns_steps: int = field(default=5, validator=integer(least=1, most=20))
     """Newton-Schulz iterations."""
+    ns_dtype: Literal["auto", "fp32", "bf16"] = field(default="auto", validator=one_of("auto", "fp32", "bf16"))
+    """Their arithmetic; bf16 is faster and fills null directions with rounding; auto = bf16 on CUDA, fp32 elsewhere."""
     scaling: Literal["spectral", "rms"] = field(default="spectral", validator=one_of("spectral", "rms"))
     """spectral: sqrt(max(1, rows / cols)) (Jordan); rms: 0.2 sqrt(max(rows, cols)), AdamW's size (Moonshot 2025)."""
     weight_decay: float = field(default=0.1, validator=number(least=0))

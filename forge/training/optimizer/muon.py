@@ -19,6 +19,8 @@ from forge.training.optimizer.roles import Role, decayed_names
 BATCH_ELEMENTS = 2**24
 """Elements of matrices that are orthogonalised in one batch, at most."""
 
+_NS_DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
 OrthogonalSteps = Callable[[Params, Muon], Params]
 """(momenta, config) -> orthogonalised and scaled updates, by name."""
 
@@ -97,7 +99,7 @@ def orthogonal_steps(momenta: Params, config: Muon) -> Params:
         scale = muon_scale(shape, config.scaling)
         for batch in _batches(names, momenta):
             stacks = [momenta[name].reshape(-1, *shape) for name in batch]
-            orthogonal = orthogonalise(torch.cat(stacks), config.ns_steps) * scale
+            orthogonal = orthogonalise(torch.cat(stacks), config.ns_steps, _NS_DTYPES[config.ns_dtype]) * scale
             for name, part in zip(batch, orthogonal.split([len(stack) for stack in stacks]), strict=True):
                 steps[name] = part.view_as(momenta[name])
     return steps

@@ -29,15 +29,19 @@ def coefficients(steps: int) -> list[tuple[float, float, float]]:
     return safe + [_LIMIT] * (steps - len(safe))
 
 
-def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
+def orthogonalise(matrices: Tensor, steps: int, dtype: torch.dtype | None = None) -> Tensor:
     """Move the singular values of (..., rows, cols) near 1, keeping the singular vectors: U S V^T -> about U V^T.
 
-    With 5 steps, singular values from 1e-3 of the largest up end in [0.6, 1.3]. Computed in bf16 on CUDA, in fp32
-    elsewhere; the result has the input's dtype. Null directions stay at zero in fp32; bf16 fills them with rounding.
+    With 5 steps, singular values from 1e-3 of the largest up end in [0.6, 1.3]. The result has the input's
+    dtype. Null directions stay at zero in fp32; bf16 fills them with rounding.
+
+    Args:
+        dtype: of the iterations; None = bf16 on CUDA, fp32 elsewhere.
     """
     x = matrices.to(torch.float32)
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-12)
-    return newton_schulz(x.to(torch.bfloat16) if x.is_cuda else x, steps).to(matrices.dtype)
+    dtype = dtype or (torch.bfloat16 if x.is_cuda else torch.float32)
+    return newton_schulz(x.to(dtype), steps).to(matrices.dtype)
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
@@ -46,15 +50,19 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
     The first iteration divides by (sum s_i^8)^(1/8), which it has at hand and which is nearer to the largest singular
     value than the Frobenius norm: small singular values of a large matrix have less far to go.
     """
-    tall = x.shape[-2] > x.shape[-1]
+    shape, tall = x.shape, x.shape[-2] > x.shape[-1]
+    x = x.flatten(0, -3) if x.dim() > 2 else x.unsqueeze(0)
     if tall:
         x = x.mT
     for step, (a, b, c) in enumerate(coefficients(steps)):
         gram = x @ x.mT
-        square = gram @ gram
         if step == 0:
+            square = gram @ gram
             bound = torch.linalg.matrix_norm(square.float(), keepdim=True) ** 0.25
             bound = _SAFETY * bound.clamp(min=1e-3)  # at least rank^(-3/8), unless x is zero
             x, gram, square = ((part / bound**power).to(x.dtype) for part, power in ((x, 1), (gram, 2), (square, 4)))
-        x = a * x + (b * gram + c * square) @ x
-    return x.mT if tall else x
+            polynomial = b * gram + c * square
+        else:
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return (x.mT if tall else x).reshape(shape)

@@ -56,6 +56,13 @@ def test_bf16_arithmetic_stays_within_bounds(shape, rank):
     assert after[real].min() >= 0.6 and after.max() <= 1.3
 
 
+def test_the_dtype_of_the_iterations_is_as_asked_and_that_of_the_result_as_given():
+    matrix = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    unit = (matrix / torch.linalg.matrix_norm(matrix)).to(torch.bfloat16)
+    assert torch.equal(orthogonalise(matrix, STEPS, torch.bfloat16), newton_schulz(unit, STEPS).float())
+    assert torch.equal(orthogonalise(matrix, STEPS), orthogonalise(matrix, STEPS, torch.float32))
+
+
 def test_a_batch_is_its_matrices_one_by_one():
     batch = torch.randn(3, 5, 4)
     apart = torch.stack([orthogonalise(matrix, STEPS) for matrix in batch])
