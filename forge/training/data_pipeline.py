@@ -231,6 +231,11 @@ def _open(config: JobConfig, folder: Path, split: Split) -> TokenDataset:
     return dataset
 
 
+def further_eval_sets(config: JobConfig) -> tuple[EvalSet, ...]:
+    """Prepare (once) and open the sets of `config.eval.sets` alone, without the training data."""
+    return _eval_sets(config, {})
+
+
 def _eval_sets(config: JobConfig, folders: dict[str, Path]) -> tuple[EvalSet, ...]:
     """What is held out of each source, then the further sets of `eval.sets`."""
     if not config.eval.interval:
