@@ -45,7 +45,7 @@ class Options:
     repeats: int = field(default=3, validator=integer(least=1))
     """Turns of each size."""
     out: str = str(Path(__file__).parent / "results")
-    """Folder for <host kind>.scaling.md and .json."""
+    """Folder for <host kind>.scaling.md, .json and .png."""
 
 
 @frozen
@@ -107,6 +107,27 @@ def to_markdown(found: Mapping[str, Sequence[Point]], host: Mapping[str, str]) -
     return "\n".join(lines) + "\n"
 
 
+def plot(found: Mapping[str, Sequence[Point]], path: Path) -> str:
+    """Draw seconds and peak memory over each size, relative to the smallest; one line: what was written, or why not."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no plot: matplotlib is not installed (pip install -e '.[bench]')"
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    shown = (("seconds", "flops"), ("peak_bytes", "planned_bytes"))
+    for axes, (measured, predicted) in zip(figure.subplots(1, 2), shown, strict=True):
+        for color, (axis, points) in enumerate(found.items()):
+            at = [point.size / points[0].size for point in points]
+            for key, style in ((measured, "-o"), (predicted, "--")):
+                costs = [getattr(point, key) / getattr(points[0], key) for point in points]
+                axes.loglog(at, costs, style, color=f"C{color}", label=axis if key == measured else None)
+        axes.set_title(f"{measured} (dashed: {predicted})")
+        axes.set_xlabel("size, relative to the smallest")
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    return f"wrote {path}"
+
+
 def main(argv: Sequence[str], base: Regime = BASE, axes: Mapping[str, tuple[int, ...]] = AXES) -> int:
     """Measure, print and write; the exit status is 0, or 2 for a mistake of the user's."""
     try:
@@ -123,6 +144,7 @@ def main(argv: Sequence[str], base: Regime = BASE, axes: Mapping[str, tuple[int,
     points = {axis: [asdict(point) for point in measured] for axis, measured in found.items()}
     (out / f"{host['kind']}.scaling.json").write_text(json.dumps(points, indent=1) + "\n", encoding="utf-8")
     print(page)
+    print(plot(found, out / f"{host['kind']}.scaling.png"), file=sys.stderr)
     return 0
 
 

@@ -270,7 +270,9 @@ def test_the_fitted_exponent_is_that_of_the_power_law():
 def test_a_scaling_run_writes_exponents_beside_the_calculated_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "peak_memory", lambda regime, side, device: 2.0**20 * regime.batch)
     axes = {"accumulation": (1, 2, 4), "n_layers": (1, 2)}
+    pytest.importorskip("matplotlib")
     assert scaling.main(["--repeats", "1", "--out", str(tmp_path)], MINUSCULE, axes) == 0
+    assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".json", ".png"}
     (page,) = tmp_path.glob("*.scaling.md")
     rows = _rows(page.read_text(), "| axis | seconds")[2:]
     assert [row[0] for row in rows] == list(axes)
