@@ -31,13 +31,25 @@ def train(argv: Sequence[str]) -> None:
 
 
 def evaluate(argv: Sequence[str]) -> None:
-    """Held-out loss of a trained model."""
+    """Held-out loss of a trained model, or its loss on other data, or its results on tasks."""
     args = parse(Eval, argv, prog="cli.py eval")
+    if args.tasks:
+        from forge.training.tasks import evaluate_tasks, format_tasks
+
+        names = [name.strip() for name in args.tasks.split(",")]
+        found = evaluate_tasks(args.run_dir, names, step=args.step, device=args.device, folder=args.tasks_path)
+        print(format_tasks(args.run_dir, found))
+        return
     from forge.training.loop import describe_eval
     from forge.training.reload import evaluate_run
 
     metrics = evaluate_run(
-        args.run_dir, step=args.step, device=args.device, batches=args.batches, distributed=_layout(args, argv)
+        args.run_dir,
+        step=args.step,
+        device=args.device,
+        batches=args.batches,
+        paths=args.path,
+        distributed=_layout(args, argv),
     )
     if process_rank() == 0:
         summary, tokens = describe_eval(metrics), metrics["eval/tokens"]

@@ -50,7 +50,7 @@ def batches(regime: Regime, device: Device) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(0)
 
     def make() -> Batch:
-        shape = (1, regime.batch, regime.seq_len)
+        shape = (regime.accumulation, regime.batch // regime.accumulation, regime.seq_len)
         tokens = torch.randint(regime.vocab_size, shape, generator=generator)
         labels = torch.cat((tokens[..., 1:], torch.full_like(tokens[..., :1], IGNORE)), dim=-1)
         return Batch(tokens, labels).to(device)

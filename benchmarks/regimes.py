@@ -29,6 +29,7 @@ class Regime:
     memory_target: float = 1.0  # forge's peak memory over the smallest peer's, at most
     gemm_target: float | None = None  # forge's FLOP/s over the GEMM rate, at least
     compiled: bool = False  # forge's model with train.compile, the peers as they are
+    accumulation: int = 1  # micro-batches an update, forge alone
     experts: int = 0  # of which each token is sent to two
     optimizer: Literal["adamw", "muon"] = "adamw"
 
@@ -81,7 +82,7 @@ def job_config(regime: Regime, device: Device, precision: Precision) -> JobConfi
         train=TrainConfig(
             seq_len=regime.seq_len,
             global_batch_size=regime.batch,
-            micro_batch_size=regime.batch,
+            micro_batch_size=regime.batch // regime.accumulation,
             device=device,
             precision=precision,
             compile=regime.compiled,

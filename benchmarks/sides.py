@@ -1,4 +1,9 @@
-"""Who takes turns: the peers, the hand-written loop that is the floor of overhead, and forge."""
+"""Who takes turns: the peers, the hand-written loop that is the floor of overhead, and forge.
+
+Tried with torch 2.13 on a CPU, and no sides: litgpt 0.5.13 asks for huggingface-hub < 1.4, where `constraints.txt` has
+2.4, so that pip refuses the two together; torchtitan 0.2.2 installs, and imports triton with its experts' kernels even
+for a dense Llama, which torch for the CPU does not bring.
+"""
 
 from __future__ import annotations
 

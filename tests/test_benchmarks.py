@@ -10,7 +10,7 @@ from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no installed package
 
-from benchmarks import data, floors, layouts, presets, sides, step
+from benchmarks import data, floors, layouts, presets, scaling, sides, step
 from benchmarks.__main__ import main, run
 from benchmarks.layout_runs import Measured, Turns
 from benchmarks.memory import peak_memory
@@ -260,3 +260,22 @@ def test_the_page_of_floors_says_what_is_met():
     starts = {"nothing": 0.0, "import torch": 1.0, "import torch, forge": 1.25, "cli.py --help": 0.6}
     page = floors.to_markdown(rates, starts, {**HOST, "versions": "none", "load": "0"})
     assert [row[2] for row in _rows(page, "| target")[2:]] == ["**not met**", "met", "**not met**"]
+
+
+def test_the_fitted_exponent_is_that_of_the_power_law():
+    assert scaling.exponent([1, 2, 4], [3, 12, 48]) == pytest.approx(2.0)
+    assert scaling.exponent([16, 32], [5, 5]) == pytest.approx(0.0)
+
+
+def test_a_scaling_run_writes_exponents_beside_the_calculated_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "peak_memory", lambda regime, side, device: 2.0**20 * regime.batch)
+    axes = {"accumulation": (1, 2, 4), "n_layers": (1, 2)}
+    pytest.importorskip("matplotlib")
+    assert scaling.main(["--repeats", "1", "--out", str(tmp_path)], MINUSCULE, axes) == 0
+    assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".json", ".png"}
+    (page,) = tmp_path.glob("*.scaling.md")
+    rows = _rows(page.read_text(), "| axis | seconds")[2:]
+    assert [row[0] for row in rows] == list(axes)
+    assert rows[0][2:4] == ["1.00", "1.00"] and float(rows[1][3]) == 0.0
+    assert len(_rows(page.read_text(), "| axis | size")[2:]) == 5
+    assert scaling.main(["--repeats", "0"]) == 2

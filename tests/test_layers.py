@@ -29,6 +29,7 @@ ON_TOP = {
     "replay",
     "samples",
     "saving",
+    "tasks",
 }
 """Modules of training that sit on checkpoint and resilience."""
 

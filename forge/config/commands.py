@@ -10,6 +10,7 @@ from tyro.conf import Positional, UseAppendAction
 
 from forge.config.checks import integer, number, optional
 from forge.config.run import DistributedConfig
+from forge.errors import ConfigError
 
 
 @frozen
@@ -31,7 +32,19 @@ class Eval(RunFolder):
     """Held-out loss of a trained model."""
 
     batches: int = field(default=1_000_000, validator=integer(least=1))
-    """Most batches; the set is finite and taken whole by default."""
+    """Most batches a set; a set is finite and taken whole by default."""
+    path: UseAppendAction[tuple[str, ...]] = ()
+    """Data in the place of what the run held out, as data.path takes it, or NAME=PATH; several may be given."""
+    tasks: str = ""
+    """Tasks of lm-evaluation-harness, with commas between them, in the place of a loss (pip install lm-eval)."""
+    tasks_path: str = ""
+    """Folder of further tasks, as YAML files."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.tasks and self.path:
+            raise ConfigError("--tasks and --path are two evaluations: ask for one of them at a time")
+        if self.tasks_path and not self.tasks:
+            raise ConfigError(f"--tasks-path {self.tasks_path} is read for --tasks alone: name the tasks too")
 
 
 @frozen

@@ -126,12 +126,23 @@ class Prepared:
 
 def open_data(config: JobConfig, runtime: Runtime, stream: Stream | None = None) -> DataPipeline:
     """`build_data_pipeline` on every rank; where text must be tokenised first, one does it and shows how far it is."""
+    folders = _prepare_on_one(config, runtime, streamed=stream is not None)
+    return build_data_pipeline(config, stream=stream, folders=folders, rank=runtime.data_rank, ranks=runtime.data_ranks)
+
+
+def open_eval_sets(config: JobConfig, runtime: Runtime) -> tuple[EvalSet, ...]:
+    """The sets of `config.eval.sets` alone, prepared by one rank where they must be, without the training data."""
+    return _eval_sets(config, _prepare_on_one(config, runtime, streamed=True))
+
+
+def _prepare_on_one(config: JobConfig, runtime: Runtime, *, streamed: bool) -> Prepared:
+    """`prepare_data` on one rank, while the others wait to find what it has made."""
     folders = None
     if runtime.leads:
         with counting_progress("tokenising documents") as report:
-            folders = prepare_data(config, streamed=stream is not None, progress=report)
+            folders = prepare_data(config, streamed=streamed, progress=report)
     runtime.barrier()
-    return build_data_pipeline(config, stream=stream, folders=folders, rank=runtime.data_rank, ranks=runtime.data_ranks)
+    return folders or prepare_data(config, streamed=streamed)
 
 
 def prepare_data(config: JobConfig, *, streamed: bool = False, progress: Progress | None = None) -> Prepared:

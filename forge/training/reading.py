@@ -52,7 +52,7 @@ def open_reader(
         extras: the state's, for the routers' biases.
         compute_dtype: of the hidden states between pipeline stages.
     """
-    with _without_capacity(model), _eagerly(model):
+    with without_capacity(model), _eagerly(model):
         if mesh is None:
             assert isinstance(model, Transformer)
             yield torch.no_grad()(partial(_read_alone, model, params, extras))
@@ -122,7 +122,8 @@ def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _without_capacity(model: nn.Module) -> Generator[None, None, None]:
+def without_capacity(model: nn.Module) -> Generator[None, None, None]:
+    """Experts that take every token for as long as the context lasts."""
     before = [(module, module.capacity_factor) for module in model.modules() if isinstance(module, MoE)]
     for module, _ in before:
         module.capacity_factor = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -20,11 +21,11 @@ from forge.checkpoint import (
     read_manifest,
     verify_checkpoint,
 )
-from forge.config import DistributedConfig, JobConfig, load_config
+from forge.config import DistributedConfig, EvalSource, JobConfig, load_config
 from forge.data import Batch, build_tokenizer, share_of
 from forge.distributed.launch import find_launch
 from forge.errors import CheckpointError
-from forge.training.data_pipeline import open_data
+from forge.training.data_pipeline import open_data, open_eval_sets
 from forge.training.eval import run_eval_sets
 from forge.training.generate import Sampling
 from forge.training.parts import Parts, adopt, build_parts, initial_state, template_state
@@ -148,22 +149,44 @@ def evaluate_run(
     step: int = -1,
     device: Device = "auto",
     batches: int,
+    paths: Sequence[str] = (),
     distributed: DistributedConfig | None = None,
 ) -> dict[str, float]:
     """`run_eval_sets` of a run's checkpoint, at most `batches` batches a set; `step` among the results.
 
     Of several ranks each computes its share of every batch, and all get the same.
+
+    Args:
+        paths: data to evaluate on in the place of the run's own sets, see `named_sets`.
+
+    Raises:
+        ConfigError: two paths of one name.
+        DataError: missing, empty or damaged data, or tokens beyond the model's vocabulary.
     """
+    further = named_sets(paths)
     with open_run(run_dir, step=step, device=device, distributed=distributed) as trained:
         runtime = trained.parts.runtime
-        config = evolve(trained.config, eval=evolve(trained.config.eval, interval=1, batches=batches))
-        sets = open_data(config, runtime).eval_sets
+        own = trained.config.eval
+        asked = evolve(own, interval=1, batches=batches, sets=further or own.sets)
+        config = evolve(trained.config, eval=asked)
+        sets = open_eval_sets(config, runtime) if paths else open_data(config, runtime).eval_sets
 
         def place(batch: Batch) -> Batch:
             return share_of(batch, runtime.data_rank, runtime.data_ranks).to(runtime.device)
 
         found = run_eval_sets(trained.parts.eval_step, trained.params(), trained.state.extras, sets, place=place)
         return {"step": float(trained.state.step), **found}
+
+
+def named_sets(paths: Sequence[str]) -> tuple[EvalSource, ...]:
+    """Evaluation sets of NAME=PATH, or of a path alone, whose name is its last part."""
+    found = []
+    for path in paths:
+        name, equals, rest = path.partition("=")
+        if not (equals and re.fullmatch(r"[\w.-]+", name)):
+            name, rest = re.sub(r"[^\w.-]+", "-", Path(path).stem).strip("-") or "data", path
+        found.append(EvalSource(name, rest))
+    return tuple(found)
 
 
 def generate_from_run(

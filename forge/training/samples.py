@@ -32,6 +32,7 @@ class Sample:
 
     text: str  # the prompt, and its continuation up to the end of a document or a stop string
     tokens: int  # generated
+    continuation: str  # without the prompt
 
 
 def sample_texts(
@@ -79,7 +80,7 @@ def sample_texts(
     for text in texts:
         text.end()
     heads = [tokenizer.decode(row.tolist()) for row in ids]
-    return [Sample(head + text.text, text.tokens) for head, text in zip(heads, texts, strict=True)]
+    return [Sample(head + text.text, text.tokens, text.text) for head, text in zip(heads, texts, strict=True)]
 
 
 def _ids(config: JobConfig, tokenizer: Tokenizer, prompt: str) -> Tensor:

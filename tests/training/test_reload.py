@@ -22,7 +22,7 @@ from forge.config import (
     ScheduleFree,
     TrainConfig,
 )
-from forge.errors import CheckpointError, RunError
+from forge.errors import CheckpointError, ConfigError, DataError, RunError
 from forge.pytree import tree_equal
 from forge.training import run_training
 from forge.training.generate import Sampling
@@ -142,3 +142,24 @@ def test_a_damaged_checkpoint_is_passed_over_unless_it_was_asked_for(job, tmp_pa
     assert int(load_run(own.run_dir).state.step) == 3
     with pytest.raises(CheckpointError, match=r"params\.safetensors: damaged"):
         load_run(own.run_dir, step=6)
+
+
+def test_other_data_than_the_held_out_is_evaluated_by_name(job, state, tmp_path):
+    """One set from two places has one loss; the same text as training has it too, whatever the run held out."""
+    (tmp_path / "far.txt").write_text(" ".join(f"9 times {k} is {9 * k};" for k in range(40)))
+    (tmp_path / "near.txt").write_text("0 times 0 is 0; " * 30)
+    both = [str(tmp_path / "far.txt"), f"mine={tmp_path / 'near.txt'}"]
+    found = evaluate_run(job.run_dir, batches=100, paths=both)
+    alone = [evaluate_run(job.run_dir, batches=100, paths=[path]) for path in both]
+    assert {key for key in found if key.endswith("/tokens")} == {"eval/tokens", "eval/far/tokens", "eval/mine/tokens"}
+    for name, one in zip(("far", "mine"), alone, strict=True):
+        assert one["eval/loss"] == one[f"eval/{name}/loss"] == found[f"eval/{name}/loss"]
+    assert found["eval/far/loss"] != found["eval/mine/loss"]
+    assert found["eval/tokens"] == found["eval/far/tokens"] + found["eval/mine/tokens"]
+
+
+def test_two_paths_of_one_name_and_a_missing_one_are_refused(job, state, tmp_path):
+    with pytest.raises(ConfigError, match="the name 'a' is given 2 times"):
+        evaluate_run(job.run_dir, batches=1, paths=["x/a.txt", "y/a.txt"])
+    with pytest.raises(DataError, match="nowhere"):
+        evaluate_run(job.run_dir, batches=1, paths=[str(tmp_path / "nowhere")])
