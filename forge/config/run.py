@@ -46,6 +46,9 @@ class DistributedConfig:
     watchdog_seconds: float | None = field(default=None, validator=optional(number(least=0, most=MONTH)))
     """A rank without progress for so long is named, with where it hangs, and the run ended; 0 = never; unset = 600 for
     several processes, never for one."""
+    health_check_interval: int = field(default=100, validator=integer(least=0))
+    """Updates between checks, on several processes, that step, loss, gradient norm and replicas are equal to the bit;
+    one is made before each checkpoint too; 0 = none."""
 
     def __attrs_post_init__(self) -> None:
         if self.dp_shard == 0:

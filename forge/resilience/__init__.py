@@ -1,5 +1,6 @@
 """Signals, the watchdog, the lock of a run folder, and what to do about bad steps."""
 
+from forge.resilience.health import HealthCheck, build_health_check
 from forge.resilience.lock import lock_run
 from forge.resilience.rollback import Jumps, batch_index, jump_over
 from forge.resilience.signals import Interruption, catch_signals
@@ -7,6 +8,6 @@ from forge.resilience.skips import SkipLimit, TooManySkips
 from forge.resilience.watchdog import Watchdog, watch
 
 __all__ = [
-    "Interruption", "Jumps", "SkipLimit", "TooManySkips", "Watchdog", "batch_index", "catch_signals", "jump_over",
-    "lock_run", "watch",
+    "HealthCheck", "Interruption", "Jumps", "SkipLimit", "TooManySkips", "Watchdog", "batch_index",
+    "build_health_check", "catch_signals", "jump_over", "lock_run", "watch",
 ]  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -69,7 +71,7 @@ def judge(seen: Mapping[int, tuple[Report, float]], limit: float, silence: float
     silent = [rank for rank, (_, quiet) in seen.items() if quiet > (min(silence, limit) if idle else limit)]
     if silent:
         quiet = max(seen[rank][1] for rank in silent)
-        named = name_ranks(silent, reports)
+        named = name_ranks(silent, reports[silent[0]].who)
         line = f"{named} hung: no sign of life for {quiet:.0f} s, stopped, dead or out of reach"
         return Failure(line, 1, silent, silent=True)
     if not idle:
@@ -78,7 +80,9 @@ def judge(seen: Mapping[int, tuple[Report, float]], limit: float, silence: float
     first = reports[hung[0]]
     if not first.place:
         return None  # it says so in its next report, when it finds itself idle
-    return Failure(f"{name_ranks(hung, reports)} hung for {first.idle:.0f} s: {first.doing}, at {first.place}", 1, hung)
+    return Failure(
+        f"{name_ranks(hung, first.who)} hung for {first.idle:.0f} s: {first.doing}, at {first.place}", 1, hung
+    )
 
 
 def held_up_by(reports: Mapping[int, Report]) -> list[int]:
@@ -88,13 +92,17 @@ def held_up_by(reports: Mapping[int, Report]) -> list[int]:
     return [rank for rank in behind if not reports[rank].collective] or behind
 
 
-def name_ranks(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """`rank 3 (host, process 17)`, or the first few of many."""
-    who = reports[ranks[0]].who
+def name_ranks(ranks: Sequence[int], who: str) -> str:
+    """`rank 3 (host, process 17)`, or the first few of many; `who` is the name of the first."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} ({who})"
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"ranks {', '.join(map(str, ranks[:8]))}{more} (the first: {who})"
+
+
+def own_name() -> str:
+    """Host and process of this rank."""
+    return f"{socket.gethostname()}, process {os.getpid()}"
 
 
 def written(value: Report | Failure) -> str:

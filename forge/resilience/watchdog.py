@@ -9,8 +9,6 @@ costs the store two requests a rank and second.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import threading
 import time
 from collections.abc import Generator
@@ -23,7 +21,7 @@ from attrs import evolve
 
 from forge.errors import ForgeError, RankError, Stopped
 from forge.resilience.ending import dump_stacks, end_process, place_of
-from forge.resilience.reports import Failure, Report, Still, held_up_by, judge, name_ranks, read_as, written
+from forge.resilience.reports import Failure, Report, Still, held_up_by, judge, name_ranks, own_name, read_as, written
 from forge.training.runtime import Runtime, within
 
 POLL_SECONDS = 1.0
@@ -121,7 +119,7 @@ class Watchdog:
         self._failing = True
         if self._store is not None and not _of_a_collective(error):
             status = error.exit_status if isinstance(error, ForgeError) else 1
-            self._publish(Failure(f"rank {self.rank} ({_who()}) failed: {_in_a_line(error)}", status))
+            self._publish(Failure(f"rank {self.rank} ({own_name()}) failed: {_in_a_line(error)}", status))
 
     def explain(self, error: BaseException) -> None:
         """Say goodbye; where a collective failed, after finding out which rank is the reason.
@@ -154,7 +152,8 @@ class Watchdog:
             return Failure(f"rank 0 is gone, and the store of the job with it: {_in_a_line(error)}", 1)
         reports = {rank: read_as(Report, text) for rank, text in enumerate(after)}
         gone = [rank for rank in reports if before[rank] == after[rank] and rank != self.rank]
-        named = name_ranks(gone or held_up_by(reports), reports)
+        reason = gone or held_up_by(reports)
+        named = name_ranks(reason, reports[reason[0]].who)
         how = "died or stopped without a word" if gone else "did not come"
         return self._publish(Failure(f"{named} {how}: {_in_a_line(error)}", 1, gone, True))
 
@@ -201,7 +200,7 @@ class Watchdog:
     def _report(self) -> Report:
         idle = self._own.seconds if self._beats else 0.0
         place, collective = place_of(self._main) if 0 < self.seconds < idle else ("", False)
-        return Report(self._rounds, self._beats, self._doing, idle, place, collective, _who())
+        return Report(self._rounds, self._beats, self._doing, idle, place, collective, own_name())
 
     def _watch(self) -> None:
         """The watcher. Only time in which this process runs counts: to be stopped and go on is not to hang."""
@@ -245,10 +244,6 @@ class Watchdog:
 def _connection(store: dist.Store) -> dist.Store:
     clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
     return clone
-
-
-def _who() -> str:
-    return f"{socket.gethostname()}, process {os.getpid()}"
 
 
 def _of_a_collective(error: BaseException) -> bool:

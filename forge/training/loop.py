@@ -13,7 +13,7 @@ from forge.errors import CheckpointError
 from forge.logging import get_logger
 from forge.metrics import MetricsTracker, StepMetrics
 from forge.metrics.timeline import DATA, span
-from forge.resilience import Interruption, SkipLimit, TooManySkips
+from forge.resilience import HealthCheck, Interruption, SkipLimit, TooManySkips
 from forge.training.hooks import HookRunner
 from forge.training.progress import Progress
 from forge.training.runtime import Runtime
@@ -33,6 +33,7 @@ class Loop:
     step_at: Callable[[int, TrainState], tuple[TrainStep, TrainState]]  # the step for update n, and the state for it
     evaluate: Callable[[TrainState], dict[str, float]] | None
     save: Callable[[TrainState, bool, bool], Path]  # the flags: wait until it is on disk; remove old ones then
+    check: HealthCheck
     before_step: Callable[[int], None]  # profiling
     beat: Callable[[str], None]  # the watchdog's: what comes next
     tracker: MetricsTracker
@@ -67,9 +68,11 @@ def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> Train
             _report(step, result, loop, force=final or step == 1)
             skips.note(result.skipped)
             stop = not final and interruption.agree(exchange(interruption.number))
+            saves = final or stop or loop.config.checkpoint.is_due(step)
+            loop.check(step, state, result, saves)
             if _due(step, loop.config.eval.interval, final):
                 _evaluate(state, step, loop)
-            if final or stop or loop.config.checkpoint.is_due(step):
+            if saves:
                 # While updates are skipped, the checkpoints before them stay: a rollback may need them.
                 save(state, step, final or stop, prune=not bool(result.skipped))
     except TooManySkips:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
+from forge.checkpoint import list_checkpoints
 from forge.config import (
     AdamW,
     CheckpointConfig,
@@ -99,23 +100,27 @@ def test_a_run_on_two_ranks_is_the_run_of_one_and_goes_on_at_any_size(tmp_path):
         "samples.jsonl",
         "tensorboard",
     ]
-    stopped = run_ranks(_runs, 2, moved, (1, 3))
-    assert all("saved step 4" in rank[0] for rank in stopped), stopped
+    stopped = run_ranks(_runs, 2, moved, (0, 1, signal.SIGINT), (1, 3, signal.SIGUSR1))
+    for rank in stopped:
+        assert [line.partition(" in ")[0] for line in rank] == [
+            "130 stopped by SIGINT: saved step 2",
+            "138 stopped by SIGUSR1: saved step 4",
+        ]
     run_training(evolve(moved, train=evolve(TRAIN, steps=5)))
     assert run_ranks(_runs, 2, moved, ()) == [[6], [6]]
     assert _curve(moved) == pytest.approx(_curve(alone), rel=1e-4)
 
 
 @pytest.mark.slow
-def test_a_signal_to_any_one_of_four_ranks_stops_all_of_them_at_one_step(tmp_path):
+def test_a_sigterm_to_any_one_of_four_ranks_alone_stops_all_of_them_at_one_step(tmp_path):
     job = _job(tmp_path, "four")
     job = evolve(job, train=evolve(TRAIN, steps=12), eval=evolve(job.eval, interval=0))
-    stops = [(0, 1, signal.SIGUSR1), (1, 4, signal.SIGINT), (2, 7, signal.SIGTERM), (3, 10, signal.SIGUSR1)]
-    ended = run_ranks(_runs, 4, job, *stops)
-    assert all(rank == ended[0] for rank in ended)
-    assert [line.partition(" in ")[0] for line in ended[0]] == [
-        f"{128 + number} stopped by {number.name}: saved step {step + 1}" for _, step, number in stops
-    ]
+    ended = run_ranks(_runs, 4, job, (0, 1), (1, 4), (2, 7), (3, 10))
+    for rank in ended:
+        assert [line.partition(" in ")[0] for line in rank] == [
+            f"143 stopped by SIGTERM: saved step {step}" for step in (2, 5, 8, 11)
+        ]
+    assert [path.name for path in list_checkpoints(Path(job.run_dir, "checkpoints"))][-1].endswith("11")
 
 
 def test_the_command_line_under_torchrun_trains_and_names_the_rank_of_a_mistake(tmp_path):
