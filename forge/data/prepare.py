@@ -38,7 +38,7 @@ def prepare(
     Of token files the result is a manifest that refers to them.
 
     Args:
-        path, text_key, raw_dtype, eval_fraction, shard_tokens: see `Recipe`.
+        path: what is read; it, `text_key`, `raw_dtype`, `eval_fraction` and `shard_tokens` as in `Recipe`.
         out_dir: the folder to make; its parents are made too.
         workers: processes to tokenise in, where there is much to do.
 

@@ -126,7 +126,9 @@ class MetricsTracker:
 
         Args:
             step: number of the update, from 1.
-            loss, grad_norm, lr: of the global batch; before clipping; used by the update.
+            loss: of the global batch.
+            grad_norm: before clipping.
+            lr: used by the update.
             tokens_in_step: over all devices.
             skipped: whether the update was not made; logged as the count in the window.
             by_source: summed loss and tokens of each data source, (sources,) each; over the window they are logged as
