@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 from attrs import field, frozen
@@ -121,6 +122,8 @@ class ModelConfig:
     """Logits become cap * tanh(logits / cap) (Gemma 2); unset = off."""
     init_std: float = field(default=0.02, validator=number(above=0))
     """Standard deviation of the initial weights; residual outputs get init_std / sqrt(2 n_layers)."""
+    mup_base_dim: int | None = field(default=None, validator=optional(integer(least=1)))
+    """muP: the dim at which learning rate, decay and init_std were tuned; unset = the standard parametrisation."""
     moe: MoEConfig = field(factory=MoEConfig)
     """Mixture of experts."""
 
@@ -143,6 +146,11 @@ class ModelConfig:
                 f"model.rope_high_freq_factor = {self.rope_high_freq_factor} must be greater than"
                 f" model.rope_low_freq_factor = {self.rope_low_freq_factor}"
             )
+        if self.mup_base_dim and self.head_dim is None and self.n_heads and self.mup_base_dim % self.n_heads:
+            raise ConfigError(
+                f"model.mup_base_dim = {self.mup_base_dim} is not divisible by model.n_heads = {self.n_heads}:"
+                " set model.head_dim in place of model.n_heads, so that wider models have more heads"
+            )
 
     @property
     def query_heads(self) -> int:
@@ -158,6 +166,22 @@ class ModelConfig:
     def head_width(self) -> int:
         """Width of one head, given or derived."""
         return self.head_dim or self.dim // self.query_heads
+
+    @property
+    def width_multiplier(self) -> float:
+        """muP's m: how much wider the model is than the one that was tuned; 1 without muP."""
+        return self.dim / self.mup_base_dim if self.mup_base_dim else 1.0
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor of q k^T, where it is not 1 / sqrt(head_width).
+
+        muP divides by the width of a head, not its root (Yang et al. 2022, definition 4.1), and agrees at the base.
+        """
+        if self.mup_base_dim is None:
+            return None
+        base = self.head_dim or self.mup_base_dim // (self.n_heads or max(1, self.mup_base_dim // 64))
+        return None if base == self.head_width else math.sqrt(base) / self.head_width
 
     @property
     def gated(self) -> bool:

@@ -61,7 +61,7 @@ def attention_mask(
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v with rotary positions, grouped keys, and optional norms on the heads."""
+    """softmax(q k^T / sqrt(d)) v, or with muP's scale; rotary positions, grouped keys, optional norms on the heads."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(self.heads * self.width, config.dim, bias=config.bias, device="meta")
         self.q_norm = RMSNorm(self.width, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.width, config.norm_eps) if config.qk_norm else None
-        self.backend = config.attention_backend
+        self.backend, self.scale = config.attention_backend, config.attention_scale
 
     def forward(
         self,
@@ -100,7 +100,7 @@ class Attention(nn.Module):
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.heads != self.kv_heads
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=self.heads != self.kv_heads
         )
 
     def _mix_chunks(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cut: SequenceCut) -> Tensor:

@@ -12,11 +12,18 @@ from forge.config import ModelConfig
 
 
 def initial_std(name: str, config: ModelConfig) -> float:
-    """Standard deviation of a matrix: what writes to the residual stream is scaled by depth (GPT-2, sec. 2.3)."""
-    module = name.removesuffix(".weight")
-    if module.endswith((".wo", ".w_down")):
-        return config.init_std / math.sqrt(2 * config.n_layers)
-    return config.init_std
+    """Standard deviation of a matrix: what writes to the residual stream is scaled by depth (GPT-2, sec. 2.3).
+
+    Under muP that of hidden matrices falls with the root of the width, that of routers with the width; embeddings and
+    the head keep theirs (Yang et al. 2022, tables 3 and 8).
+    """
+    module = name.removesuffix(".weight").split(".")[-1]
+    if module in ("embed", "position_embed", "head"):
+        return config.init_std
+    if module in ("router", "shared_gate"):
+        return config.init_std / config.width_multiplier
+    std = config.init_std / math.sqrt(config.width_multiplier)
+    return std / math.sqrt(2 * config.n_layers) if module in ("wo", "w_down") else std
 
 
 def init_tensor(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:

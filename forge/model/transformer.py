@@ -85,7 +85,10 @@ class Transformer(nn.Module):
             left.append(rest)
         if self.norm is None:
             return (output or self.logits)(x, x.new_empty(0, x.shape[-1]), left)
-        return (output or self.logits)(self.norm(x), self.head_weight, left)
+        hidden = self.norm(x)
+        if self.config.width_multiplier != 1:  # muP's multiplier of the logits, here so that fused losses see it too
+            hidden = hidden / self.config.width_multiplier
+        return (output or self.logits)(hidden, self.head_weight, left)
 
     def _embedded(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         assert self.embed is not None, "a later pipeline stage is given hidden states"

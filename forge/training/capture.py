@@ -127,21 +127,23 @@ class _AttentionWeights(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self._awaited:
-            self._found[self._awaited] = attention_weights(args[0], args[1], kwargs["attn_mask"])
+            self._found[self._awaited] = attention_weights(args[0], args[1], kwargs["attn_mask"], kwargs["scale"])
             self._awaited = ""
         return func(*args, **kwargs)
 
 
-def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) over the keys that each query may see, in fp32, (B, heads, S, S).
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    """softmax(scale q k^T) over the keys that each query may see, in fp32, (B, heads, S, S).
 
     Args:
         q: (B, heads, S, d).
         k: (B, kv_heads, S, d), each shared by heads / kv_heads neighbouring query heads.
         mask: bool (1 or B, 1, S, S), of the keys that are seen; None = causal.
+        scale: None = 1 / sqrt(d).
     """
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    scores = q.float() @ k.float().mT / q.shape[-1] ** 0.5
+    scores = q.float() @ k.float().mT
+    scores = scores / q.shape[-1] ** 0.5 if scale is None else scores * scale
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     return scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)

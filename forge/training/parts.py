@@ -66,7 +66,9 @@ def build_parts(config: JobConfig, runtime: Runtime) -> Parts:
     orthogonal_steps = None
     if runtime.mesh is not None:
         orthogonal_steps = sharded_orthogonal_steps(dict(model.named_parameters()), runtime.mesh)
-    optimizer = build_optimizer(config.optimizer, roles, orthogonal_steps=orthogonal_steps)
+    optimizer = build_optimizer(
+        config.optimizer, roles, width=config.model.width_multiplier, orthogonal_steps=orthogonal_steps
+    )
     if config.train.param_dtype != "fp32":
         optimizer = with_master_weights(optimizer)
     return Parts(

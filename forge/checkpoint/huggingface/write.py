@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +21,7 @@ from forge.checkpoint.huggingface.tokenizer import write_tokenizer
 from forge.checkpoint.layout import Layout
 from forge.checkpoint.load import read_layout, read_parts, verify_checkpoint
 from forge.checkpoint.save import CONFIG, write_tensors, writing
-from forge.config import JobConfig, ScheduleFree, load_config
+from forge.config import JobConfig, ModelConfig, ScheduleFree, load_config
 from forge.data import build_tokenizer
 from forge.errors import CheckpointError, ConfigError
 from forge.files import sync_file, sync_folder
@@ -137,6 +138,7 @@ def _reader(path: Path, config: JobConfig) -> Read:
     if config.train.param_dtype != "fp32":
         optimizer = with_master_weights(optimizer)
     averaged = _averaged(config, layout)
+    folds = config.model.mup_base_dim is not None
 
     def read(names: Iterable[str]) -> dict[str, Tensor]:
         params = {name: meta[name].to(dtype) for name in names}
@@ -144,9 +146,23 @@ def _reader(path: Path, config: JobConfig) -> Read:
         template = {"params": params, "opt_state": state}
         leaves = read_parts(path, layout, tree_flatten_named(template), "cpu")
         found = tree_unflatten_named(template, leaves)
-        return optimizer.eval_params(found["params"], found["opt_state"]) if averaged else found["params"]
+        params = optimizer.eval_params(found["params"], found["opt_state"]) if averaged else found["params"]
+        return {name: p * standard_factor(name, config.model) for name, p in params.items()} if folds else params
 
     return read
+
+
+def standard_factor(name: str, model: ModelConfig) -> float:
+    """What a parameter is multiplied by in the standard model that computes the same as one with muP's multipliers.
+
+    The last norm takes that of the logits; the queries, or their norm, take the scale of attention.
+    """
+    module = name.rpartition(".")[0]
+    if module == "norm":
+        return 1 / model.width_multiplier
+    if model.attention_scale is not None and module.endswith(".q_norm" if model.qk_norm else ".wq"):
+        return model.attention_scale * math.sqrt(model.head_width)
+    return 1.0
 
 
 def _averaged(config: JobConfig, layout: Layout) -> set[str]:

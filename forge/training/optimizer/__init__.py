@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from forge.config import SGD, AdamW, Lion, Muon, OptimizerConfig, ScheduleFree
 from forge.training.optimizer.adamw import adamw
 from forge.training.optimizer.core import Optimizer, apply_update, eval_params, extend, init_opt_state
@@ -11,6 +13,7 @@ from forge.training.optimizer.muon import OrthogonalSteps, muon
 from forge.training.optimizer.roles import Role, decays, parameter_roles
 from forge.training.optimizer.schedule_free import schedule_free
 from forge.training.optimizer.sgd import sgd
+from forge.training.optimizer.width import scaled_by_width
 
 __all__ = [
     "Optimizer", "Role", "apply_update", "build_optimizer", "decays", "eval_params", "extend", "init_opt_state",
@@ -20,14 +23,25 @@ __all__ = [
 
 
 def build_optimizer(
-    config: OptimizerConfig, roles: dict[str, Role], *, orthogonal_steps: OrthogonalSteps | None = None
+    config: OptimizerConfig,
+    roles: dict[str, Role],
+    *,
+    width: float = 1.0,
+    orthogonal_steps: OrthogonalSteps | None = None,
 ) -> Optimizer:
     """The optimizer that the config's class names.
 
     Args:
         roles: from `parameter_roles(model)`: which parameters decay, and which are Muon's.
+        width: `ModelConfig.width_multiplier`, for muP's learning rates.
         orthogonal_steps: how Muon orthogonalises sharded matrices.
     """
+    if width != 1:
+        return scaled_by_width(partial(_build, roles, orthogonal_steps), config, roles, width)
+    return _build(roles, orthogonal_steps, config)
+
+
+def _build(roles: dict[str, Role], orthogonal_steps: OrthogonalSteps | None, config: OptimizerConfig) -> Optimizer:
     match config:
         case AdamW():
             return adamw(config, roles)

@@ -32,6 +32,9 @@ MODELS = {
     "windows of experts": model("qwen2_moe", sliding_window=5),
     "windows of other experts": model("qwen3_moe", sliding_window=5),
     "tied gpt2": model("gpt2", tied_embeddings=True, mlp="relu2"),
+    "mup": model("llama", mup_base_dim=8, tied_embeddings=True),
+    "mup with wider heads": model("gpt2", mup_base_dim=4, head_dim=None),
+    "mup with wider normed heads": model("qwen3", mup_base_dim=8, head_dim=None),
 }
 
 
