@@ -15,12 +15,13 @@ from forge.training.parts import build_parts, initial_state, seam_for
 from forge.training.runtime import open_runtime
 from tests.distributed.parity import assert_same_curve
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import FREE, JOB, TRAIN, evaluate, global_batch, local_batch, train, whole
+from tests.distributed.training import FREE, JOB, MODEL, TRAIN, evaluate, global_batch, local_batch, train, whole
 
 JOBS = {
     "lion": evolve(JOB, optimizer=Lion(lr=1e-3)),
     "sgd": evolve(JOB, optimizer=SGD()),
     "schedule_free": FREE,
+    "mup": evolve(JOB, model=evolve(MODEL, mup_base_dim=16)),
     "recomputed": evolve(JOB, train=evolve(TRAIN, activation_checkpointing="full")),
     "selectively recomputed": evolve(JOB, train=evolve(TRAIN, activation_checkpointing="selective")),
     "bf16 weights": evolve(JOB, train=evolve(TRAIN, param_dtype="bf16", precision="fp32")),

@@ -43,6 +43,7 @@ JOBS = {
         train=evolve(FEW, freeze=(FreezeStage(("blocks.1.*", "embed*", "norm*")), FreezeStage(("*",), False, 3)))
     ),
     "uneven": _job(ffn_hidden_dim=34, vocab_size=37),  # 17 and 17, 19 and 18 rows a rank, which FSDP2 cuts again
+    "mup": _job(mup_base_dim=16),
     "experts": evolve(
         JOB, model=evolve(MOE, n_layers=2, moe=evolve(MOE.moe, shared_expert_gate=True, norm_topk_prob=False)), train=FEW
     ),
@@ -72,6 +73,7 @@ CASES = [("tp2", name) for name in JOBS if name != "llama"] + [  # tests/distrib
     ("ep2 x tp2", "experts"),
     ("pp2 x tp2", "tied gpt2 with head norms"),
     ("pp2 x tp2", "experts"),
+    ("pp2 x tp2", "mup"),
 ]
 
 
