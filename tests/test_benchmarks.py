@@ -268,7 +268,7 @@ def test_the_fitted_exponent_is_that_of_the_power_law():
 
 
 def test_a_scaling_run_writes_exponents_beside_the_calculated_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(scaling, "peak_memory", lambda regime, side, device: 2.0**20 * regime.batch)
+    monkeypatch.setattr(scaling, "peak_memory", lambda regime, side, device, give_back: 2.0**20 * regime.batch)
     axes = {"accumulation": (1, 2, 4), "n_layers": (1, 2)}
     pytest.importorskip("matplotlib")
     assert scaling.main(["--repeats", "1", "--out", str(tmp_path)], MINUSCULE, axes) == 0
@@ -279,3 +279,21 @@ def test_a_scaling_run_writes_exponents_beside_the_calculated_ones(tmp_path, mon
     assert rows[0][2:4] == ["1.00", "1.00"] and float(rows[1][3]) == 0.0
     assert len(_rows(page.read_text(), "| axis | size")[2:]) == 5
     assert scaling.main(["--repeats", "0"]) == 2
+
+
+@pytest.mark.slow
+def test_accumulation_adds_no_more_memory_than_one_set_of_gradients():
+    base = evolve(scaling.BASE, vocab_size=8192)
+    regimes = [scaling.regime_of(base, "accumulation", size) for size in (1, 4)]
+    one, four = (peak_memory(regime, "forge", "cpu", give_back=True) for regime in regimes)
+    gradients = 4 * sum(weight.numel() for weight in initial_weights(base).values())
+    assert four - one < 1.1 * gradients
+
+
+@pytest.mark.parametrize("command", [scaling.main, layouts.main, floors.main, data.main], ids=lambda f: f.__module__)
+def test_an_unwritable_folder_is_one_line_before_anything_is_measured(command, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert command(["--out", str(tmp_path / "file" / "results")]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert "cannot be written to: Not a directory; choose another --out" in said.err
