@@ -14,7 +14,7 @@ from attrs import evolve, field, frozen
 from benchmarks.memory import peak_memory
 from benchmarks.profiling import profile_step
 from benchmarks.regimes import Device, Regime, regimes_for
-from benchmarks.report import Result, describe_host, to_markdown, write_report
+from benchmarks.report import Result, describe_host, to_markdown, writable_folder, write_report
 from benchmarks.sides import choose
 from benchmarks.step import Say, time_regime
 from forge.config.checks import integer, optional
@@ -81,10 +81,7 @@ def run(
         ConfigError: an unknown peer.
         RunError: an unwritable folder, or two sides that do not compute the same.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{out}: cannot be made: {error.strerror}; choose another --out") from None
+    writable_folder(out)
     host, say = describe_host(device), _progress()
     sides = {regime.name: choose(peers, regime) for regime in regimes}
     compiled = any(regime.compiled for regime in regimes)

@@ -7,7 +7,6 @@ sides read the same warm file, take turns, and give inputs and labels as int64; 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.report import describe_host
+from benchmarks.report import describe_host, writable_folder
 from forge.config.checks import integer
 from forge.config.flags import parse
 from forge.data import Batch, TokenDataset, build_batch_at, build_mixture, open_raw, prefetch
@@ -146,6 +145,7 @@ def main(argv: Sequence[str]) -> int:
     """Run as the flags say; the exit status is 0, or 2 for a mistake of the user's."""
     try:
         options = parse(Options, argv, prog="python -m benchmarks.data")
+        out = writable_folder(options.out)
     except ForgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
@@ -157,8 +157,6 @@ def main(argv: Sequence[str]) -> int:
         seconds, mib = start_on_sparse(Path(folder), options)
     report = _to_markdown(found, seconds, mib, host, options)
     print(report)
-    out = Path(options.out)
-    os.makedirs(out, exist_ok=True)
     (out / f"{host['kind']}.data.md").write_text(report + "\n", encoding="utf-8")
     record = {"host": host, "tokens_per_sec": found, "sparse_start_sec": seconds, "sparse_start_mib": mib}
     (out / f"{host['kind']}.data.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from benchmarks.report import describe_host, markdown_table
+from benchmarks.report import describe_host, markdown_table, writable_folder
 from benchmarks.step import alternate
 from forge.config import AdamW
 from forge.config.checks import integer
@@ -137,14 +137,12 @@ def main(argv: Sequence[str]) -> int:
     """Run as the flags say; the exit status is 0, or 2 for a mistake of the user's."""
     try:
         options = parse(Options, argv, prog="python -m benchmarks.floors")
-        host = describe_host(options.device)
+        out, host = writable_folder(options.out), describe_host(options.device)
         page = to_markdown(adamw_rates(options), start_seconds(options.repeats), host)
     except ForgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     print(page)
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
     (out / f"{host['kind']}.floors.md").write_text(page, encoding="utf-8")
     return 0
 

@@ -16,7 +16,7 @@ from attrs import field, frozen
 
 from benchmarks.layout_runs import EXPERTS, LARGE, SHAPE, Measured, Turns, job_of, measure, take_turns
 from benchmarks.ranks import run_on_ranks
-from benchmarks.report import describe_host, markdown_table
+from benchmarks.report import describe_host, markdown_table, writable_folder
 from benchmarks.step import TOLERANCE
 from forge.config import JobConfig, ModelConfig
 from forge.config.checks import integer
@@ -81,8 +81,7 @@ def main(argv: Sequence[str]) -> int:
     """Run as the flags say; the exit status is 0, or 2 for a mistake of the user's."""
     try:
         options = parse(Options, argv, prog="python -m benchmarks.layouts")
-        out, host = Path(options.out), describe_host("cpu")
-        out.mkdir(parents=True, exist_ok=True)
+        out, host = writable_folder(options.out), describe_host("cpu")
         if options.sizes:
             _write(out / f"{host['kind']}.layouts.md", sizes_page(measure_cases(CASES), measure_cases(SHARDED), host))
         if options.timing:

@@ -47,11 +47,16 @@ def initial_weights(regime: Regime) -> dict[str, Tensor]:
 
 def batches(regime: Regime, device: Device) -> Iterator[Batch]:
     """The same few batches over and over: random tokens, each the target of the one before it."""
-    generator = torch.Generator().manual_seed(0)
+    return batches_for(job_config(regime, device, "fp32"), device)
+
+
+def batches_for(config: JobConfig, device: Device) -> Iterator[Batch]:
+    """`batches` in the shape that a job takes."""
+    generator, train, micros = torch.Generator().manual_seed(0), config.train, config.accumulation_steps()
 
     def make() -> Batch:
-        shape = (regime.accumulation, regime.batch // regime.accumulation, regime.seq_len)
-        tokens = torch.randint(regime.vocab_size, shape, generator=generator)
+        shape = (micros, train.global_batch_size // micros, train.seq_len)
+        tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
         labels = torch.cat((tokens[..., 1:], torch.full_like(tokens[..., :1], IGNORE)), dim=-1)
         return Batch(tokens, labels).to(device)
 
@@ -62,10 +67,14 @@ def forge_runner(
     regime: Regime, device: Device, precision: Precision, weights: Mapping[str, Tensor] | None = None
 ) -> Runner:
     """forge's donating step, as the training loop takes it. Its weights follow from the seed: `weights` is not read."""
-    config = job_config(regime, device, precision)
+    return Runner("forge", forge_step(job_config(regime, device, precision), batches(regime, device)))
+
+
+def forge_step(config: JobConfig, data: Iterator[Batch]) -> Callable[[], Tensor]:
+    """`forge_runner`'s step of any job."""
     parts = build_parts(config, build_runtime(config))
     state, step_at = initial_state(config, parts), step_for(config, parts)
-    data, updates = batches(regime, device), count()
+    updates = count()
 
     def step() -> Tensor:
         nonlocal state
@@ -73,7 +82,7 @@ def forge_runner(
         state, result = train_step(ready, next(data))
         return result.loss
 
-    return Runner("forge", step)
+    return step
 
 
 def handwritten_runner(
@@ -81,10 +90,19 @@ def handwritten_runner(
 ) -> Runner:
     """The floor of overhead: forge's model and loss in the plainest loop, with torch's own optimizer and clipping."""
     config = job_config(regime, device, precision)
+    return Runner("hand-written", handwritten_step(config, batches(regime, device), device, precision))
+
+
+def handwritten_step(
+    config: JobConfig, data: Iterator[Batch], device: Device, precision: Precision
+) -> Callable[[], Tensor]:
+    """`handwritten_runner`'s step of any job without accumulation."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    stored = torch.bfloat16 if config.train.param_dtype == "bf16" else torch.float32
     model = build_model(config.model)
-    parallelize(model, config, None, compute_dtype=dtype, param_dtype=torch.float32)
+    parallelize(model, config, None, compute_dtype=dtype, param_dtype=stored)
     materialize(model, config, torch.device(device))
+    model.to(stored)
     loss_fn = build_loss_fn(config.train, config.model)
 
     def loss_of(batch: Batch) -> Tensor:
@@ -97,7 +115,7 @@ def handwritten_runner(
             loss: Tensor = model(batch.input_ids[0], output=mean_loss)
         return loss
 
-    return Runner("hand-written", plain_step(model, config, loss_of, batches(regime, device)))
+    return plain_step(model, config, loss_of, data)
 
 
 def transformers_runner(
@@ -113,6 +131,13 @@ def transformers_runner(
     """
     config = job_config(regime, device, precision)
     model = build_transformers(config.model, weights).to(device).train()
+    return Runner("transformers", transformers_step(model, config, batches(regime, device), device, precision))
+
+
+def transformers_step(
+    model: Any, config: JobConfig, data: Iterator[Batch], device: Device, precision: Precision
+) -> Callable[[], Tensor]:
+    """`transformers_runner`'s step of any model of transformers."""
 
     def loss_of(batch: Batch) -> Tensor:
         ids = batch.input_ids[0]
@@ -120,7 +145,7 @@ def transformers_runner(
             loss: Tensor = model(input_ids=ids, labels=ids).loss  # the model shifts the labels itself
         return loss
 
-    return Runner("transformers", plain_step(model, config, loss_of, batches(regime, device)))
+    return plain_step(model, config, loss_of, data)
 
 
 def plain_step(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 import attrs
@@ -20,6 +21,7 @@ from attrs import frozen
 from benchmarks.regimes import Device, Regime, job_config, timed_precision
 from benchmarks.sides import FLOOR, OURS, peers_of
 from benchmarks.step import AGREEMENT_STEPS, MUON_TOLERANCE, TOLERANCE, Timings
+from forge.errors import RunError
 from forge.metrics import count_flops_per_token
 
 MIB = 2**20
@@ -217,6 +219,21 @@ def to_json(results: Sequence[Result], host: dict[str, str]) -> dict[str, Any]:
             for result in results
         ],
     }
+
+
+def writable_folder(path: str | Path) -> Path:
+    """The folder of `--out`, made before anything is measured that could not be kept.
+
+    Raises:
+        RunError: it cannot be made, or not be written to.
+    """
+    out = Path(path)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise RunError(f"{out}: cannot be written to: {error.strerror}; choose another --out") from None
+    return out
 
 
 def write_report(results: Sequence[Result], host: dict[str, str], out: Path, stem: str) -> list[str]:

@@ -15,7 +15,7 @@ from attrs import asdict, evolve, field, frozen
 from benchmarks.memory import peak_memory
 from benchmarks.peers import forge_runner
 from benchmarks.regimes import Regime, job_config
-from benchmarks.report import describe_host
+from benchmarks.report import describe_host, writable_folder
 from benchmarks.step import alternate
 from forge.config.checks import integer
 from forge.config.flags import parse
@@ -83,7 +83,7 @@ def measure(base: Regime, axis: str, sizes: Sequence[int], repeats: int) -> list
                 size,
                 median(seconds[str(size)]),
                 count_flops_per_token(config.model, regime.seq_len) * regime.tokens,
-                peak_memory(regime, "forge", "cpu"),
+                peak_memory(regime, "forge", "cpu", give_back=True),
                 float(sum(plan_run(config, tflops=1.0).memory.values())),
             )
         )
@@ -93,7 +93,11 @@ def measure(base: Regime, axis: str, sizes: Sequence[int], repeats: int) -> list
 def to_markdown(found: Mapping[str, Sequence[Point]], host: Mapping[str, str]) -> str:
     """A table of exponents, then one of all sizes."""
     lines = ["# How cost grows", "", *(f"- {key}: {value}" for key, value in host.items()), ""]
-    lines += ["Exponents p of cost = c * size^p; predicted are those of counted FLOPs and planned memory.", ""]
+    lines += ["Exponents p of cost = c * size^p; predicted are those of counted FLOPs and planned memory."]
+    lines += [
+        "The plan adds up gradients and activations, which are there together from the second micro-batch on.",
+        "",
+    ]
     lines += ["| axis | seconds | FLOPs (predicted) | memory | planned memory |", "| --- | --- | --- | --- | --- |"]
     for axis, points in found.items():
         sizes = [point.size for point in points]
@@ -132,13 +136,12 @@ def main(argv: Sequence[str], base: Regime = BASE, axes: Mapping[str, tuple[int,
     """Measure, print and write; the exit status is 0, or 2 for a mistake of the user's."""
     try:
         options = parse(Options, argv, prog="python -m benchmarks.scaling")
-        count = 2 if options.quick else None
+        count, out = 2 if options.quick else None, writable_folder(options.out)
         found = {axis: measure(base, axis, sizes[:count], options.repeats) for axis, sizes in axes.items()}
     except ForgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    host, out = describe_host("cpu"), Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
+    host = describe_host("cpu")
     page = to_markdown(found, host)
     (out / f"{host['kind']}.scaling.md").write_text(page, encoding="utf-8")
     points = {axis: [asdict(point) for point in measured] for axis, measured in found.items()}

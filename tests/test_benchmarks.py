@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no installed package
 
-from benchmarks import data, floors, layouts, presets, scaling, sides, step
+from benchmarks import data, floors, gpu, layouts, presets, scaling, sides, step
 from benchmarks.__main__ import main, run
 from benchmarks.layout_runs import Measured, Turns
 from benchmarks.memory import peak_memory
@@ -268,7 +269,7 @@ def test_the_fitted_exponent_is_that_of_the_power_law():
 
 
 def test_a_scaling_run_writes_exponents_beside_the_calculated_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(scaling, "peak_memory", lambda regime, side, device: 2.0**20 * regime.batch)
+    monkeypatch.setattr(scaling, "peak_memory", lambda regime, side, device, give_back: 2.0**20 * regime.batch)
     axes = {"accumulation": (1, 2, 4), "n_layers": (1, 2)}
     pytest.importorskip("matplotlib")
     assert scaling.main(["--repeats", "1", "--out", str(tmp_path)], MINUSCULE, axes) == 0
@@ -279,3 +280,54 @@ def test_a_scaling_run_writes_exponents_beside_the_calculated_ones(tmp_path, mon
     assert rows[0][2:4] == ["1.00", "1.00"] and float(rows[1][3]) == 0.0
     assert len(_rows(page.read_text(), "| axis | size")[2:]) == 5
     assert scaling.main(["--repeats", "0"]) == 2
+
+
+@pytest.mark.slow
+def test_accumulation_adds_no_more_memory_than_one_set_of_gradients():
+    base = evolve(scaling.BASE, vocab_size=8192)
+    regimes = [scaling.regime_of(base, "accumulation", size) for size in (1, 4)]
+    one, four = (peak_memory(regime, "forge", "cpu", give_back=True) for regime in regimes)
+    gradients = 4 * sum(weight.numel() for weight in initial_weights(base).values())
+    assert four - one < 1.1 * gradients
+
+
+@pytest.mark.parametrize("command", [scaling.main, layouts.main, floors.main, data.main], ids=lambda f: f.__module__)
+def test_an_unwritable_folder_is_one_line_before_anything_is_measured(command, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert command(["--out", str(tmp_path / "file" / "results")]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert "cannot be written to: Not a directory; choose another --out" in said.err
+
+
+def test_the_gpu_benchmark_runs_every_side_on_the_cpu_and_the_first_losses_are_near_a_guess(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    words = ["--device", "cpu", "--tiny", "--no-compile", "--steps", "1", "--out", str(tmp_path)]
+    assert gpu.main(words) == 0
+    (page,) = tmp_path.glob("*.mfu.md")
+    rows = _rows(page.read_text(), "| preset | side")[2:]
+    assert [row[1] for row in rows] == list(gpu.SIDES)
+    (found,) = tmp_path.glob("*.mfu.json")
+    for row in json.loads(found.read_text())["rows"]:
+        assert row["first_loss"] == pytest.approx(math.log(gpu.TINY.vocab_size), abs=0.2)
+        assert row["tokens_per_sec"] == pytest.approx(gpu.MOST_SEQUENCES * 16 / row["seconds"])
+
+
+def test_the_gpu_benchmark_recomputes_and_then_shrinks_what_it_stores_where_memory_asks_for_it():
+    def chosen(room):
+        return gpu.choose_job("tiny", gpu.candidates(gpu.TINY, 16, "cpu", False), room).train
+
+    jobs = [job for kind in gpu.candidates(gpu.TINY, 16, "cpu", False) for job in kind]
+    sizes = [sum(gpu.plan_run(job, tflops=1.0).memory.values()) for job in jobs]
+    assert chosen(max(sizes)) == jobs[4].train and jobs[4].train.micro_batch_size == gpu.MOST_SEQUENCES
+    assert chosen(sizes[0] - 1).activation_checkpointing != "none"  # not even one sequence fits without
+    with pytest.raises(RunError, match="tiny does not fit"):
+        chosen(min(sizes) - 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no CUDA")
+def test_the_gpu_benchmark_says_in_one_line_what_it_needs(capsys):
+    assert gpu.main([]) == 2
+    assert gpu.main(["--device", "cpu"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "torch finds no CUDA device" in first and "--tiny only" in second

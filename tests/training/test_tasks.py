@@ -94,6 +94,15 @@ def test_without_lm_eval_the_remedy_is_one_line(run_dir, monkeypatch):
     assert "needs lm-evaluation-harness" in line
 
 
+def test_under_torchrun_tasks_are_refused_in_one_line_whether_or_not_lm_eval_is_there(monkeypatch):
+    names = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    status, printed, said = call("eval", "--run-dir", "runs/absent", "--tasks", "arc_easy")
+    assert (status, printed) == (2, "")
+    assert said.splitlines() == ["error (rank 1): --tasks is for one process: leave out torchrun"]
+
+
 def test_flags_that_contradict_each_other_are_refused():
     assert "one of them at a time" in refused("eval", "--tasks", "a", "--path", "b")
     assert "name the tasks too" in refused("eval", "--tasks-path", "b")
