@@ -261,7 +261,7 @@ def _kept_lines(path: Path, resume_step: int) -> list[dict[str, Any]]:
     for text in path.read_bytes().splitlines():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # cut off by a kill or a full disk
         step = line.get("step") if isinstance(line, dict) else None
         if not isinstance(step, int) or step > resume_step:
