@@ -26,15 +26,28 @@ def load_config(path: str | Path) -> JobConfig:
     """
     path = Path(path)
     try:
-        return config_from_dict(tomllib.loads(path.read_text(encoding="utf-8")))
+        return config_from_dict(parse_toml(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; presets are in configs/") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def parse_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: it is no TOML; says why, and not of which file.
+        OSError: it cannot be read.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:  # tomllib has its own error, but not for these: long integers, depth
+        raise ConfigError(f"not valid TOML: {error}") from None
 
 
 def save_config(config: JobConfig, path: str | Path) -> None:

@@ -64,7 +64,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{folder}: not a prepared folder, it has no {MANIFEST}; make one with `cli.py prepare`")
     try:
         return cattrs.structure(json.loads(file.read_text(encoding="utf-8")), Manifest)
-    except (OSError, ValueError, cattrs.BaseValidationError) as error:
+    except (OSError, ValueError, cattrs.BaseValidationError, RecursionError) as error:
         raise DataError(f"{file}: damaged ({type(error).__name__}); remove the folder and prepare it again") from error
 
 

@@ -13,9 +13,9 @@ from attrs import evolve
 
 from forge.data.documents import find_documents, is_hidden, matches, read_bytes
 from forge.data.manifest import FileEntry, Manifest, Split
-from forge.data.mapped import Mapped
 from forge.data.recipe import Recipe
 from forge.data.shard import MAGIC, Shard, open_npy, open_raw, open_shard
+from forge.data.stored import Stored
 from forge.errors import DataError
 
 TOKEN_FILES = (".bin", ".npy")
@@ -199,5 +199,5 @@ def _part(shard: Shard, start: int, n_tokens: int) -> Shard:
     """A run of a shard's tokens; what is known of the whole is not known of a part."""
     if n_tokens == shard.n_tokens:
         return shard
-    assert isinstance(shard.tokens, Mapped)
+    assert isinstance(shard.tokens, Stored)
     return evolve(shard, tokens=shard.tokens.part(start, n_tokens), doc_ends=np.empty(0, np.uint64), n_bytes=0)

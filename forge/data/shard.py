@@ -15,7 +15,7 @@ import numpy as np
 from attrs import field, frozen
 from numpy.typing import NDArray
 
-from forge.data.mapped import Numbers, map_file
+from forge.data.stored import Numbers, stored_in
 from forge.errors import DataError
 
 FORMAT_VERSION = 1
@@ -29,7 +29,7 @@ _RAW_DTYPES = {"uint16": _DTYPES[2], "uint32": _DTYPES[4]}
 
 @frozen
 class Shard:
-    """One token file, mapped into memory: opening costs nothing, reading costs what is read."""
+    """One token file: opening costs nothing, reading costs what is read."""
 
     path: Path
     tokens: Numbers = field(eq=False, repr=False)  # (n_tokens,) integers
@@ -74,7 +74,7 @@ def header(vocab_size: int, eod_id: int, n_tokens: int, n_documents: int, n_byte
 
 
 def open_shard(path: Path) -> Shard:
-    """Map a token file, its header checked against its size.
+    """Open a token file, its header checked against its size.
 
     Raises:
         DataError: missing, empty, no token file, of another format version, or cut short.
@@ -95,13 +95,13 @@ def open_shard(path: Path) -> Shard:
     if size != expected:
         what = "cut short" if size < expected else "damaged"
         raise DataError(f"{path}: {size} bytes where its header promises {expected}: {what}; prepare the data again")
-    tokens = map_file(path, _DTYPES[width], _HEADER.size, n_tokens)
-    ends = map_file(path, np.dtype("<u8"), expected - n_documents * 8, n_documents)
+    tokens = stored_in(path, _DTYPES[width], _HEADER.size, n_tokens)
+    ends = stored_in(path, np.dtype("<u8"), expected - n_documents * 8, n_documents)
     return Shard(path, tokens, ends, vocab_size, eod_id, n_bytes)
 
 
 def open_raw(path: Path, dtype: str, vocab_size: int, eod_id: int) -> Shard:
-    """Map a headerless token file, such as nanoGPT's `train.bin`.
+    """Open a headerless token file, such as nanoGPT's `train.bin`.
 
     Args:
         dtype: 'uint16' or 'uint32', as the file was written; it cannot be told from the size.
@@ -119,12 +119,12 @@ def open_raw(path: Path, dtype: str, vocab_size: int, eod_id: int) -> Shard:
     size, width = _size(path), _RAW_DTYPES[dtype].itemsize
     if size % width:
         raise DataError(f"{path}: {size} bytes are no whole number of {dtype} tokens: cut short, or of another dtype")
-    tokens = map_file(path, _RAW_DTYPES[dtype], 0, size // width)
+    tokens = stored_in(path, _RAW_DTYPES[dtype], 0, size // width)
     return Shard(path, tokens, np.empty(0, np.uint64), vocab_size, eod_id, 0)
 
 
 def open_npy(path: Path, vocab_size: int, eod_id: int) -> Shard:
-    """Map the tokens of a `.npy` file, rows after one another where it has rows.
+    """Open the tokens of a `.npy` file, rows after one another where it has rows.
 
     Raises:
         DataError: missing, empty, cut short, or not an array of integers of 16, 32 or 64 bits.
@@ -144,7 +144,7 @@ def open_npy(path: Path, vocab_size: int, eod_id: int) -> Shard:
         )
     if size != offset + length * dtype.itemsize:
         raise DataError(f"{path}: {size} bytes where its header promises {offset + length * dtype.itemsize}: cut short")
-    tokens = map_file(path, dtype, offset, length)
+    tokens = stored_in(path, dtype, offset, length)
     return Shard(path, tokens, np.empty(0, np.uint64), vocab_size, eod_id, 0)
 
 

@@ -56,7 +56,7 @@ class Work:
             return cattrs.structure(json.loads((self.path / _PROGRESS).read_text(encoding="utf-8")), Journal)
         except FileNotFoundError:
             return None
-        except (ValueError, cattrs.BaseValidationError):
+        except (ValueError, cattrs.BaseValidationError, RecursionError):
             _log.warning("%s: damaged; the work starts again", self.path / _PROGRESS)
             return None
 

@@ -6,12 +6,15 @@ A run that is resumed from step k has often logged beyond it: those values belon
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, Protocol
 
 from forge.config import JobConfig
@@ -21,6 +24,9 @@ from forge.logging import process_rank
 from forge.metrics.logger import format_metrics
 
 Metrics = Mapping[str, float]
+
+_ROOM = 1 << 20
+"""Bytes free on a disk that was full before TensorBoard's writer is opened anew."""
 
 
 class Sink(Protocol):
@@ -148,30 +154,40 @@ class TensorBoardSink:
                 raise ConfigError(
                     "metrics.tensorboard = true needs tensorboard: pip install tensorboard, or switch it off"
                 ) from None
-        self._dir, self._first_step = Path(dir), resume_step + 1
+        self._dir, self._first_step, self._open = Path(dir), resume_step + 1, SummaryWriter
         try:
             self._once = _Once(resume_step, _purge_events(self._dir, resume_step))
             # A TensorBoard that is open on the folder has read the removed events: purge_step makes it forget them.
-            self._writer = SummaryWriter(str(dir), purge_step=self._first_step)
+            self._writer: SummaryWriter | None = SummaryWriter(str(dir), purge_step=self._first_step)
         except OSError as error:
             raise _unwritable(self._dir, error) from None
 
     def log(self, step: int, metrics: Metrics) -> None:
+        fresh = self._once.new(step, metrics)
         try:
-            for key, value in self._once.new(step, metrics).items():
+            if self._writer is None:
+                if disk_usage(self._dir).free < _ROOM:  # a writer that finds no room dies aloud, in its own thread
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._writer = self._open(str(self._dir))
+            for key, value in fresh.items():
                 self._writer.add_scalar(key, value, step)
             self._writer.flush()
         except OSError as error:
+            # Its thread has ended: later values open a file of their own. Those of now may be written in part, and are
+            # not written again, so that a step keeps one value.
+            self._writer = None
             raise _unwritable(self._dir, error) from None
 
     def hyperparameters(self, flat: Mapping[str, Any]) -> None:
+        assert self._writer is not None  # nothing was logged, so nothing has failed
         rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in flat.items())
         table = f"| key | value |\n| --- | --- |\n{rows}"
         self._writer.add_text("config", table, self._first_step)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # what could not be written, `log` has reported
-            self._writer.close()
+            if self._writer is not None:
+                self._writer.close()
 
 
 class WandbSink:
@@ -261,7 +277,7 @@ def _kept_lines(path: Path, resume_step: int) -> list[dict[str, Any]]:
     for text in path.read_bytes().splitlines():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # cut off by a kill or a full disk
         step = line.get("step") if isinstance(line, dict) else None
         if not isinstance(step, int) or step > resume_step:

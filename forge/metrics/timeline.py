@@ -73,7 +73,7 @@ def read_timeline(path: Path) -> Timeline:
         return timeline(trace["traceEvents"])
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{path}: no trace of a forge run: {error}") from None
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
-from forge.errors import RunError
+from forge.config.toml import parse_toml
+from forge.errors import ConfigError, RunError
 from forge.report.curve import Curve
 
 
@@ -51,8 +51,8 @@ def read_run(folder: Path) -> WrittenRun:
         )
     except FileNotFoundError:
         raise RunError(f"{folder}: no metrics.jsonl here; a run folder has one unless metrics.jsonl = false") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise RunError(f"{folder}: cannot be read: {error}") from None
+    except OSError as error:
+        raise RunError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
 
 
 def _curves(path: Path) -> tuple[dict[str, Curve], dict[str, int]]:
@@ -75,7 +75,10 @@ def _number(value: Any) -> float | None:
     """A number, or one of the texts that `forge.metrics.sinks` writes where JSON has no number."""
     if isinstance(value, str):
         return float(value) if value in ("nan", "inf", "-inf") else None
-    return float(value) if isinstance(value, (int, float)) else None
+    try:
+        return float(value) if isinstance(value, (int, float)) else None
+    except OverflowError:  # an integer beyond every float
+        return None
 
 
 def _samples(path: Path) -> tuple[Sample, ...]:
@@ -91,7 +94,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for text in file:
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue  # cut off by a kill or a full disk, or being written
             step = line.get("step") if isinstance(line, dict) else None
             if isinstance(step, int):
@@ -100,7 +103,10 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _config(path: Path) -> dict[str, str]:
     """`section.key -> value`; read as it stands, since another version of forge may have written it."""
-    return dict(_flat(tomllib.loads(path.read_text(encoding="utf-8")))) if path.exists() else {}
+    try:
+        return dict(_flat(parse_toml(path))) if path.exists() else {}
+    except ConfigError as error:
+        raise RunError(f"{path}: {error}") from None
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -241,6 +241,12 @@ def _sources(data: DataConfig) -> dict[str, DataConfig]:
         return {}
     if not data.sources:
         return {"": data.alone(data.path)}
+    for source in data.sources:
+        if source.path.startswith(HUB_STREAM):
+            raise DataError(
+                f"data.sources '{source.name}': {source.path} is a stream, which cannot be mixed with other sources;"
+                f" name it as data.path alone, or prepare it: 'hf:{source.path.removeprefix(HUB_STREAM)}'"
+            )
     return {source.name: data.alone(source.path) for source in data.sources}
 
 

@@ -111,7 +111,7 @@ def _read_record(run_dir: Path) -> _Record:
     for text in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # cut off by a kill
         if "train/loss" in line:
             logged[line["step"]] = {name: float(line[f"train/{name}"]) for name in COMPARED}

@@ -162,5 +162,5 @@ def record_sample(path: Path, step: int, text: str) -> None:
         lines = [line for line in before if json.loads(line)["step"] < step]
         lines.append(json.dumps({"step": step, "text": text}))
         replace_file(path, ("\n".join(lines) + "\n").encode())
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         log.warning("%s: the sample cannot be kept (%s)", path, error)

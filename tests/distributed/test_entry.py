@@ -26,6 +26,7 @@ from forge.config import (
     TrainConfig,
     save_config,
 )
+from forge.data import IteratorStream
 from forge.errors import Stopped
 from forge.training import run_training
 from forge.training.hooks import Hook
@@ -109,6 +110,38 @@ def test_a_run_on_two_ranks_is_the_run_of_one_and_goes_on_at_any_size(tmp_path):
     run_training(evolve(moved, train=evolve(TRAIN, steps=5)))
     assert run_ranks(_runs, 2, moved, ()) == [[6], [6]]
     assert _curve(moved) == pytest.approx(_curve(alone), rel=1e-4)
+
+
+def _run_on_stream(job, *stop):
+    stream = IteratorStream(lambda start: (f"{n} and {n + 1} make {2 * n + 1}; " * 3 for n in range(start, 9)))
+    try:
+        return int(run_training(job, hooks=_StopRank(*stop) if stop else None, data=stream).step)
+    except Stopped as stopped:
+        return f"{stopped}".partition(" in ")[0]
+
+
+def _runs_on_stream(straight, stopped, *stop):
+    return [_run_on_stream(straight), _run_on_stream(stopped, *stop), _run_on_stream(stopped)]
+
+
+def test_a_run_on_a_stream_on_two_ranks_stopped_and_resumed_equals_one_that_was_not_and_that_of_one(tmp_path):
+    alone, straight, stopped = (
+        evolve(job, data=evolve(job.data, path="/unread"), eval=evolve(job.eval, interval=0))
+        for job in (_job(tmp_path, name) for name in ("alone", "straight", "stopped"))
+    )
+    ended = [6, "stopped by SIGTERM: saved step 4", 6]
+    assert run_ranks(_runs_on_stream, 2, straight, stopped, 1, 3) == [ended, ended]
+    last, again = (_arrays(job, 6) for job in (straight, stopped))
+    assert last == again and len(last) > 1
+    assert _curve(stopped) == _curve(straight)
+    assert _run_on_stream(alone) == 6
+    assert _curve(straight) == pytest.approx(_curve(alone), rel=1e-4)
+
+
+def _arrays(job, step):
+    """The bytes of each file of numbers of a checkpoint."""
+    files = Path(job.run_dir, "checkpoints", f"step_{step:08d}").glob("*.safetensors")
+    return {path.name: path.read_bytes() for path in files}
 
 
 @pytest.mark.slow

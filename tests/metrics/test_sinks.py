@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+import forge.metrics.sinks
 from forge.config import JobConfig, MetricsConfig, flatten_config
 from forge.errors import ConfigError, RunError
 from forge.metrics import ConsoleSink, JsonlSink, TensorBoardSink, WandbSink, build_sinks
@@ -332,3 +335,25 @@ def test_only_rank_zero_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert build_sinks(JobConfig(), tmp_path, resume_step=0) == []
     assert not list(tmp_path.iterdir())
+
+
+def test_tensorboard_comes_back_after_the_disk_was_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda failure: None)  # the writer's thread dies aloud
+    others = set(threading.enumerate())
+    sink = TensorBoardSink(tmp_path, 0)
+    sink.log(1, {"a": 1.0})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max(file.stat().st_size for file in tmp_path.iterdir()), before[1]))
+    try:
+        with pytest.raises(RunError, match="cannot be written"):
+            sink.log(2, {"a": 2.0})
+        for thread in set(threading.enumerate()) - others:
+            thread.join(10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with monkeypatch.context() as full, pytest.raises(RunError, match="No space left on device"):
+        full.setattr(forge.metrics.sinks, "disk_usage", lambda path: SimpleNamespace(free=0))
+        sink.log(3, {"a": 3.0})
+    sink.log(4, {"a": 4.0})
+    sink.close()
+    assert _scalars(tmp_path) == {"a": [(1, 1.0), (4, 4.0)]}

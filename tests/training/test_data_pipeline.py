@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,6 +221,13 @@ def test_a_stream_that_cannot_be_is_refused(job, changes, message):
     with pytest.raises(DataError, match=message):
         config = evolve(job, data=evolve(job.data, **changes), eval=EvalConfig(interval=0))
         build_data_pipeline(config, stream=stream)
+
+
+def test_a_stream_among_sources_is_refused_before_any_is_prepared(job):
+    sources = (DataSource("a", job.data.path), DataSource("b", "hf-stream:name"))
+    with pytest.raises(DataError, match=r"data\.sources 'b': hf-stream:name is a stream.* prepare it: 'hf:name'"):
+        prepare_data(evolve(job, data=evolve(job.data, sources=sources)))
+    assert not Path(job.data.cache_dir).exists()
 
 
 def test_a_stream_whose_end_of_document_the_model_does_not_know_is_refused(job):

@@ -76,7 +76,7 @@ def load_config_json(file: Path) -> tuple[Family, ModelConfig]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file; --path is the folder of a Hugging Face model") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: damaged: {error}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{file}: damaged: not an object")

@@ -126,7 +126,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder}: no weights here: neither {SINGLE} nor {INDEX}")
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: damaged: {error!r}") from None
     strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if strange or not names:

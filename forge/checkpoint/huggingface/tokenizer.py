@@ -93,7 +93,7 @@ def _bos(settings: Path, inner: Any) -> int | None:
     """The id of `bos_token`, where the settings name one."""
     try:
         token = json.loads(settings.read_text(encoding="utf-8")).get("bos_token")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{settings}: damaged: {error}") from None
     text = token.get("content") if isinstance(token, dict) else token
     return inner.token_to_id(text) if isinstance(text, str) else None
