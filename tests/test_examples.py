@@ -22,11 +22,14 @@ WITHIN = 300
 """Seconds, on a machine that is busy with other things; on two free cores an example takes less than 30."""
 
 
+SMALLER = {"mup_transfer": "--widths 16 64 --exponents -7 -6 --steps 4"}
+"""Flags of those that would take minutes."""
+
+
 def _run(file: Path, folder: Path) -> str:
+    command = [sys.executable, str(file), *SMALLER.get(file.stem, "").split()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, file], cwd=folder, env=environment, capture_output=True, text=True, timeout=WITHIN
-    )
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=WITHIN)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -67,6 +70,14 @@ def _scaling_ladder(out: str) -> None:
     assert _numbers(r"N\^(-?\d+\.\d+)", out)[0] < 0
 
 
+def _mup_transfer(out: str) -> None:
+    standard, mup = _numbers(r"logits of the widest move (\d+\.\d+)", out)
+    assert standard > 2 > mup
+    assert re.findall(r"(\w+) +width +(\d+): best", out) == [
+        ("standard", "16"), ("standard", "64"), ("muP", "16"), ("muP", "64"),
+    ]  # fmt: skip
+
+
 def _fsdp2_four_processes(out: str) -> None:
     pairs = re.findall(r"loss (\S+) on one process, (\S+) on four", out)
     assert len(pairs) == 6
@@ -86,6 +97,7 @@ SHOWS = {
     "lr_sweep": _lr_sweep,
     "mixture_annealing": _mixture_annealing,
     "moe": _fewer_at_the_end,
+    "mup_transfer": _mup_transfer,
     "new_optimizer": _fewer_at_the_end,
     "per_sample_gradients": _per_sample_gradients,
     "scaling_ladder": _scaling_ladder,
