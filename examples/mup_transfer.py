@@ -82,7 +82,7 @@ def plot(lrs, widths, losses, moved, file):
 def main():
     numbers = argparse.ArgumentParser(description=__doc__)
     numbers.add_argument("--widths", type=int, nargs="+", default=[32, 128, 256], help="the first is the base")
-    numbers.add_argument("--exponents", type=int, nargs="+", default=list(range(-9, -3)), help="of the rates, base 2")
+    numbers.add_argument("--exponents", type=int, nargs="+", default=list(range(-10, -3)), help="of the rates, base 2")
     numbers.add_argument("--steps", type=int, default=30, help="updates of a run")
     asked = numbers.parse_args()
     widths, lrs = asked.widths, [2.0**exponent for exponent in asked.exponents]
