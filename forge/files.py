@@ -1,10 +1,12 @@
-"""Files that are on the disk whole or not at all, whatever is killed or loses its power meanwhile."""
+"""Files that are on the disk whole or not at all, whatever is killed or loses its power meanwhile; and JSON in them."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 _ASIDE = ".rewritten"
 """Where new content waits; not under its file's name, since TensorBoard reads all that have "tfevents" in theirs."""
@@ -41,3 +43,15 @@ def file_digest(path: Path) -> str:
     """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
+    """`json.loads`, for which nesting that Python's stack does not reach is damage like any other.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    try:
+        return json.loads(text, strict=strict)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from forge.files import file_digest, replace_file, sync_file, sync_folder
+from forge.files import file_digest, parse_json, replace_file, sync_file, sync_folder
 
 
 def test_new_content_takes_the_place_of_the_old_and_leaves_nothing_beside_it(tmp_path):
@@ -37,3 +37,10 @@ def test_syncing_changes_nothing_and_needs_something_to_sync(tmp_path):
 def test_the_digest_is_that_of_the_content(tmp_path):
     (tmp_path / "file").write_bytes(b"content" * 100_000)
     assert file_digest(tmp_path / "file") == hashlib.sha256(b"content" * 100_000).hexdigest()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, b"\xff", '"a\nb"'])
+def test_what_is_no_json_is_a_value_error_however_deep(text):
+    with pytest.raises(ValueError):
+        parse_json(text)
+    assert parse_json('{"a": [1, "a\nb"]}', strict=False) == {"a": [1, "a\nb"]}

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from forge.distributed.shards import local_data, local_slices
 from forge.errors import CheckpointError
+from forge.files import parse_json
 
 PARAMS = "params.safetensors"
 REST = "state.safetensors"
@@ -169,7 +170,7 @@ def layout_from_json(text: str) -> Layout:
         ValueError: the text is something else.
     """
     try:
-        return {name: _leaf(entry) for name, entry in json.loads(text).items()}
+        return {name: _leaf(entry) for name, entry in parse_json(text).items()}
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not a layout: {error!r}") from None
 

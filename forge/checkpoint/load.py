@@ -5,7 +5,6 @@ Each rank reads the slices that its own parts need, from whichever files hold th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +31,7 @@ from forge.checkpoint.ranks import all_ranks
 from forge.checkpoint.save import FORMAT, LAYOUT, MANIFEST, SEAL, describe_file, manifest_digest
 from forge.distributed.shards import as_sharded
 from forge.errors import CheckpointError
+from forge.files import parse_json
 from forge.logging import get_logger
 from forge.pytree import tree_flatten_named, tree_unflatten_named
 
@@ -57,10 +57,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no checkpoint here ({MANIFEST} is missing)") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: damaged: {error}") from None
     if not isinstance(manifest, dict) or not {"format", "step", "files", "notes"} <= manifest.keys():
         raise CheckpointError(f"{file}: damaged: not a checkpoint's manifest")

@@ -11,7 +11,7 @@ import cattrs
 from attrs import frozen
 
 from forge.errors import DataError
-from forge.files import sync_file
+from forge.files import parse_json, sync_file
 
 MANIFEST = "manifest.json"
 
@@ -63,8 +63,8 @@ def read_manifest(folder: Path) -> Manifest:
     if not file.is_file():
         raise DataError(f"{folder}: not a prepared folder, it has no {MANIFEST}; make one with `cli.py prepare`")
     try:
-        return cattrs.structure(json.loads(file.read_text(encoding="utf-8")), Manifest)
-    except (OSError, ValueError, cattrs.BaseValidationError, RecursionError) as error:
+        return cattrs.structure(parse_json(file.read_text(encoding="utf-8")), Manifest)
+    except (OSError, ValueError, cattrs.BaseValidationError) as error:
         raise DataError(f"{file}: damaged ({type(error).__name__}); remove the folder and prepare it again") from error
 
 

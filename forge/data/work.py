@@ -7,7 +7,6 @@ which becomes NAME.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from attrs import frozen
 
 from forge.data.manifest import FileEntry, Split, write_json
 from forge.data.writer import Partial
-from forge.files import sync_folder
+from forge.files import parse_json, sync_folder
 from forge.logging import get_logger
 
 _LOCK, _PROGRESS, _FOLDER = "lock", "progress.json", "folder"
@@ -53,10 +52,10 @@ class Work:
     def read_journal(self) -> Journal | None:
         """How far an earlier process came; None where it wrote nothing down."""
         try:
-            return cattrs.structure(json.loads((self.path / _PROGRESS).read_text(encoding="utf-8")), Journal)
+            return cattrs.structure(parse_json((self.path / _PROGRESS).read_text(encoding="utf-8")), Journal)
         except FileNotFoundError:
             return None
-        except (ValueError, cattrs.BaseValidationError, RecursionError):
+        except (ValueError, cattrs.BaseValidationError):
             _log.warning("%s: damaged; the work starts again", self.path / _PROGRESS)
             return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from attrs import frozen
 
 from forge.errors import RunError
+from forge.files import parse_json
 
 STEP, DATA, LOSS, OPTIMIZER = "forge.step", "forge.data", "forge.loss", "forge.optimizer"
 """Ranges that forge marks in a trace: a step, the wait for its batch, the head and loss, the update."""
@@ -69,11 +69,11 @@ def read_timeline(path: Path) -> Timeline:
         RunError: the file cannot be read, or has no step of forge in it.
     """
     try:
-        trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
+        trace = parse_json(path.read_text(encoding="utf-8", errors="replace"), strict=False)
         return timeline(trace["traceEvents"])
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path}: no trace of a forge run: {error}") from None
 
 

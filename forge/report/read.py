@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from attrs import frozen
 
 from forge.config.toml import parse_toml
 from forge.errors import ConfigError, RunError
+from forge.files import parse_json
 from forge.report.curve import Curve
 
 
@@ -93,8 +93,8 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as file:
         for text in file:
             try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
+                line = parse_json(text)
+            except ValueError:
                 continue  # cut off by a kill or a full disk, or being written
             step = line.get("step") if isinstance(line, dict) else None
             if isinstance(step, int):

@@ -20,7 +20,7 @@ import torch
 import forge
 from forge.config import JobConfig, config_to_dict
 from forge.errors import RunError
-from forge.files import replace_file
+from forge.files import parse_json, replace_file
 from forge.resilience import Jumps
 from forge.training.runtime import Runtime
 
@@ -68,10 +68,10 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     """
     path = run_dir / FILE
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise RunError(f"{path}: damaged: {error}") from None
 
 

@@ -6,7 +6,6 @@ A step that comes out the same is reproducible. One that does not was made with 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -24,6 +23,7 @@ from forge.config import config_from_dict, config_to_dict, load_config
 from forge.data import Position
 from forge.distributed.shards import local_data
 from forge.errors import CheckpointError, RunError
+from forge.files import parse_json
 from forge.pytree import tree_flatten_named
 from forge.resilience import batch_index
 from forge.training.data_pipeline import open_data, open_feed
@@ -110,8 +110,8 @@ def _read_record(run_dir: Path) -> _Record:
     metrics = run_dir / "metrics.jsonl"
     for text in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
         try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
+            line = parse_json(text)
+        except ValueError:
             continue  # cut off by a kill
         if "train/loss" in line:
             logged[line["step"]] = {name: float(line[f"train/{name}"]) for name in COMPARED}

@@ -13,7 +13,7 @@ from torch import Tensor
 from forge.config import JobConfig
 from forge.data import Tokenizer
 from forge.errors import ConfigError
-from forge.files import replace_file
+from forge.files import parse_json, replace_file
 from forge.logging import get_logger
 from forge.model import build_model
 from forge.pytree import PyTree
@@ -159,8 +159,8 @@ def record_sample(path: Path, step: int, text: str) -> None:
     """
     try:
         before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        lines = [line for line in before if json.loads(line)["step"] < step]
+        lines = [line for line in before if parse_json(line)["step"] < step]
         lines.append(json.dumps({"step": step, "text": text}))
         replace_file(path, ("\n".join(lines) + "\n").encode())
-    except (OSError, ValueError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, KeyError) as error:
         log.warning("%s: the sample cannot be kept (%s)", path, error)

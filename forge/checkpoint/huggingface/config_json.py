@@ -10,6 +10,7 @@ from typing import Any
 from forge.checkpoint.huggingface.families import FAMILIES, REQUIRED, Family, resolved
 from forge.config import ModelConfig, MoEConfig
 from forge.errors import CheckpointError, ConfigError, did_you_mean
+from forge.files import parse_json
 
 _LLAMA3 = {
     "rope_scaling_factor": "factor",
@@ -73,10 +74,10 @@ def load_config_json(file: Path) -> tuple[Family, ModelConfig]:
         ConfigError: names the key that forge cannot express.
     """
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file; --path is the folder of a Hugging Face model") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: damaged: {error}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{file}: damaged: not an object")

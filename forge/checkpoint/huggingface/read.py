@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from forge.checkpoint.load import PARAMETERS_ONLY, opened
 from forge.checkpoint.save import CONFIG, LAYOUT, Files, describe_file, publish, write_tensors, writing
 from forge.config import DataConfig, JobConfig, ModelConfig, TrainConfig, save_config
 from forge.errors import CheckpointError
+from forge.files import parse_json
 from forge.model import build_model
 
 INDEX = "model.safetensors.index.json"
@@ -125,8 +125,8 @@ def weight_files(folder: Path) -> list[Path]:
             )
         raise CheckpointError(f"{folder}: no weights here: neither {SINGLE} nor {INDEX}")
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: damaged: {error!r}") from None
     strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
     if strange or not names:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from forge.data import Tokenizer
 from forge.data.tokenizer import BYTES
 from forge.errors import CheckpointError
+from forge.files import parse_json
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -92,8 +93,8 @@ def _byte_tokenizer() -> Any:
 def _bos(settings: Path, inner: Any) -> int | None:
     """The id of `bos_token`, where the settings name one."""
     try:
-        token = json.loads(settings.read_text(encoding="utf-8")).get("bos_token")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        token = parse_json(settings.read_text(encoding="utf-8")).get("bos_token")
+    except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{settings}: damaged: {error}") from None
     text = token.get("content") if isinstance(token, dict) else token
     return inner.token_to_id(text) if isinstance(text, str) else None
