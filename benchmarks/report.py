@@ -6,7 +6,8 @@ import json
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -245,19 +246,22 @@ def write_report(results: Sequence[Result], host: dict[str, str], out: Path, ste
     (out / f"{stem}.md").write_text(to_markdown(results, host), encoding="utf-8")
     (out / f"{stem}.json").write_text(json.dumps(to_json(results, host), indent=1) + "\n", encoding="utf-8")
     lines = [f"wrote {out / stem}.{kind}" for kind in ("md", "json")]
-    return [*lines, _plot(results, out / f"{stem}.png")]
+    return [*lines, draw(out / f"{stem}.png", partial(_plot, results))]
 
 
-def _plot(results: Sequence[Result], path: Path) -> str:
+def draw(path: Path, onto: Callable[[Any, Any], None]) -> str:
+    """Draw on two axes side by side, where matplotlib is; one line: what was written, or why not."""
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
         from matplotlib.figure import Figure
     except ImportError:
         return "no plot: matplotlib is not installed (pip install -e '.[bench]')"
     figure = Figure(figsize=(10, 4), layout="constrained")
-    speed, memory = figure.subplots(1, 2)
+    onto(*figure.subplots(1, 2))
+    figure.savefig(path, dpi=120)
+    return f"wrote {path}"
+
+
+def _plot(results: Sequence[Result], speed: Any, memory: Any) -> None:
     for axes, title in (
         (speed, "tokens/s, forge over the best peer"),
         (memory, "peak memory, forge over the smallest"),
@@ -274,5 +278,3 @@ def _plot(results: Sequence[Result], path: Path) -> str:
         for axes, target in ((speed, result.regime.speed_target), (memory, result.regime.memory_target)):
             axes.hlines(target, at - 0.4, at + 0.4, color="tab:red", linestyle="--")
     speed.set_xlabel("dots: single rounds; dashes: targets")
-    figure.savefig(path, dpi=120)
-    return f"wrote {path}"

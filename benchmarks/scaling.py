@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from attrs import asdict, evolve, field, frozen
 from benchmarks.memory import peak_memory
 from benchmarks.peers import forge_runner
 from benchmarks.regimes import Regime, job_config
-from benchmarks.report import describe_host, writable_folder
+from benchmarks.report import describe_host, draw, markdown_table, writable_folder
 from benchmarks.step import alternate
 from forge.config.checks import integer
 from forge.config.flags import parse
@@ -92,34 +93,32 @@ def measure(base: Regime, axis: str, sizes: Sequence[int], repeats: int) -> list
 
 def to_markdown(found: Mapping[str, Sequence[Point]], host: Mapping[str, str]) -> str:
     """A table of exponents, then one of all sizes."""
-    lines = ["# How cost grows", "", *(f"- {key}: {value}" for key, value in host.items()), ""]
-    lines += ["Exponents p of cost = c * size^p; predicted are those of counted FLOPs and planned memory."]
-    lines += [
-        "The plan adds up gradients and activations, which are there together from the second micro-batch on.",
-        "",
-    ]
-    lines += ["| axis | seconds | FLOPs (predicted) | memory | planned memory |", "| --- | --- | --- | --- | --- |"]
+    exponents, sizes = [], []
     for axis, points in found.items():
-        sizes = [point.size for point in points]
+        at = [point.size for point in points]
         costs = ([getattr(p, key) for p in points] for key in ("seconds", "flops", "peak_bytes", "planned_bytes"))
-        lines.append(f"| {axis} | {' | '.join(f'{exponent(sizes, cost):.2f}' for cost in costs)} |")
-    lines += ["", "| axis | size | ms an update | GFLOPs | MiB at the peak | MiB planned |", f"|{' --- |' * 6}"]
-    for axis, points in found.items():
+        exponents.append([axis, *(f"{exponent(at, cost):.2f}" for cost in costs)])
         for p in points:
             cells = (p.seconds * 1e3, p.flops / 1e9, p.peak_bytes / 2**20, p.planned_bytes / 2**20)
-            lines.append(f"| {axis} | {p.size} | {' | '.join(f'{cell:.1f}' for cell in cells)} |")
-    return "\n".join(lines) + "\n"
+            sizes.append([axis, str(p.size), *(f"{cell:.1f}" for cell in cells)])
+    facts = "\n".join(f"- {key}: {value}" for key, value in host.items())
+    return f"""# How cost grows
+
+{facts}
+
+Exponents p of cost = c * size^p; predicted are those of counted FLOPs and planned memory.
+The plan adds up gradients and activations, which are there together from the second micro-batch on.
+
+{markdown_table(["axis", "seconds", "FLOPs (predicted)", "memory", "planned memory"], exponents)}
+
+{markdown_table(["axis", "size", "ms an update", "GFLOPs", "MiB at the peak", "MiB planned"], sizes)}
+"""
 
 
-def plot(found: Mapping[str, Sequence[Point]], path: Path) -> str:
-    """Draw seconds and peak memory over each size, relative to the smallest; one line: what was written, or why not."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no plot: matplotlib is not installed (pip install -e '.[bench]')"
-    figure = Figure(figsize=(10, 4), layout="constrained")
+def plot(found: Mapping[str, Sequence[Point]], *both: Any) -> None:
+    """Draw seconds and peak memory over each size, relative to the smallest."""
     shown = (("seconds", "flops"), ("peak_bytes", "planned_bytes"))
-    for axes, (measured, predicted) in zip(figure.subplots(1, 2), shown, strict=True):
+    for axes, (measured, predicted) in zip(both, shown, strict=True):
         for color, (axis, points) in enumerate(found.items()):
             at = [point.size / points[0].size for point in points]
             for key, style in ((measured, "-o"), (predicted, "--")):
@@ -128,8 +127,6 @@ def plot(found: Mapping[str, Sequence[Point]], path: Path) -> str:
         axes.set_title(f"{measured} (dashed: {predicted})")
         axes.set_xlabel("size, relative to the smallest")
         axes.legend()
-    figure.savefig(path, dpi=120)
-    return f"wrote {path}"
 
 
 def main(argv: Sequence[str], base: Regime = BASE, axes: Mapping[str, tuple[int, ...]] = AXES) -> int:
@@ -147,7 +144,7 @@ def main(argv: Sequence[str], base: Regime = BASE, axes: Mapping[str, tuple[int,
     points = {axis: [asdict(point) for point in measured] for axis, measured in found.items()}
     (out / f"{host['kind']}.scaling.json").write_text(json.dumps(points, indent=1) + "\n", encoding="utf-8")
     print(page)
-    print(plot(found, out / f"{host['kind']}.scaling.png"), file=sys.stderr)
+    print(draw(out / f"{host['kind']}.scaling.png", partial(plot, found)), file=sys.stderr)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch.distributed as dist
 from attrs import frozen
@@ -39,6 +40,13 @@ class Mesh:
         """The ranks that differ from this one in one dimension only, itself included."""
         return self.root.get_group(dim)
 
+    def place(self, dims: Iterable[str]) -> int:
+        """This rank's number among those that differ in these dimensions, the last one counting fastest."""
+        place = 0
+        for dim in dims:
+            place = place * self.size(dim) + self.rank(dim)
+        return place
+
     @property
     def data_ranks(self) -> int:
         """Ranks that read different sequences."""
@@ -47,10 +55,7 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which share of the global batch this rank reads."""
-        place = 0
-        for dim in DATA_DIMS:
-            place = place * self.size(dim) + self.rank(dim)
-        return place
+        return self.place(DATA_DIMS)
 
     @property
     def stage_ranks(self) -> int:

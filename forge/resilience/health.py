@@ -15,7 +15,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor
 
-from forge.distributed.mesh import DIMS, Mesh
+from forge.distributed.mesh import DIMS
 from forge.distributed.shards import local_data
 from forge.errors import RankError
 from forge.resilience.reports import name_ranks, own_name
@@ -63,7 +63,7 @@ def build_health_check(runtime: Runtime, interval: int) -> HealthCheck:
     mesh = runtime.mesh
     if mesh is None or not interval:
         return lambda step, state, result, due: None
-    place = _place(mesh)
+    place = mesh.place(dim for dim in DIMS if dim != "dp_replicate")
 
     def check(step: int, state: TrainState, result: StepResult, due: bool) -> None:
         if not due and step % interval:
@@ -115,14 +115,6 @@ def _bits(number: Tensor) -> Tensor:
     """The bits of a number as fp32; one NaN is as good as another."""
     number = number.detach().float()
     return torch.where(number.isnan(), math.nan, number).view(torch.int32).long()
-
-
-def _place(mesh: Mesh) -> int:
-    place = 0
-    for dim in DIMS:
-        if dim != "dp_replicate":
-            place = place * mesh.size(dim) + mesh.rank(dim)
-    return place
 
 
 def _compare(ranks: Sequence[int], values: Sequence[int], name: str) -> Difference | None:

@@ -63,17 +63,18 @@ def apply_update(
 
     Of sharded parameters each rank updates its own parts: no optimizer sees a DTensor.
     """
-    in_place = donate and optimizer.update_ is not None
+    update_ = optimizer.update_ if donate else None
     if is_sharded(params):
         new = apply_update(
             optimizer, tree_local(grads), tree_local(opt_state), tree_local(params),
             lr=lr, scale=scale, ok=ok, donate=donate,
         )  # fmt: skip
-        return (params, opt_state) if in_place else (tree_sharded(new[0], params), tree_sharded(new[1], opt_state))
-    if in_place:
-        assert optimizer.update_ is not None
+        if update_ is not None:  # the parts were changed where they are
+            return params, opt_state
+        return tree_sharded(new[0], params), tree_sharded(new[1], opt_state)
+    if update_ is not None:
         with torch.no_grad():
-            optimizer.update_(grads, opt_state, params, lr, scale, ok)
+            update_(grads, opt_state, params, lr, scale, ok)
         return params, opt_state
     clean = {name: torch.where(ok, grad.to(wide(grad)) * scale, 0.0) for name, grad in grads.items()}
     new_params, new_state = optimizer.update(clean, opt_state, params, lr)
