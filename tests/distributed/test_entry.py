@@ -146,14 +146,20 @@ def _arrays(job, step):
 
 @pytest.mark.slow
 def test_a_sigterm_to_any_one_of_four_ranks_alone_stops_all_of_them_at_one_step(tmp_path):
-    job = _job(tmp_path, "four")
-    job = evolve(job, train=evolve(TRAIN, steps=12), eval=evolve(job.eval, interval=0))
+    job, alone = (
+        evolve(job, train=evolve(TRAIN, steps=13), eval=evolve(job.eval, interval=0))
+        for job in (_job(tmp_path, "four"), _job(tmp_path, "alone"))
+    )
     ended = run_ranks(_runs, 4, job, (0, 1), (1, 4), (2, 7), (3, 10))
     for rank in ended:
         assert [line.partition(" in ")[0] for line in rank] == [
             f"143 stopped by SIGTERM: saved step {step}" for step in (2, 5, 8, 11)
         ]
     assert [path.name for path in list_checkpoints(Path(job.run_dir, "checkpoints"))][-1].endswith("11")
+    # What four ranks began, two and then one go on with.
+    assert run_ranks(_runs, 2, evolve(job, train=evolve(job.train, steps=12)), ()) == [[12], [12]]
+    assert _run(job) == _run(alone) == 13
+    assert _curve(job) == pytest.approx(_curve(alone), rel=1e-4)
 
 
 def test_the_command_line_under_torchrun_trains_and_names_the_rank_of_a_mistake(tmp_path):
