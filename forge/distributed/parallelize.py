@@ -34,7 +34,8 @@ def parallelize(
     if config.train.activation_checkpointing != "none":
         apply_activation_checkpointing(model, config.train.activation_checkpointing)
     if config.train.compile:
-        compile_blocks(model, experts=compute_dtype == torch.bfloat16)
+        lean = mesh is None and not torch.cuda.is_available()
+        compile_blocks(model, experts=compute_dtype == torch.bfloat16, lean=lean)
     if mesh is not None:
         model.to(param_dtype)
         apply_fsdp(model, mesh, config.distributed, compute_dtype=compute_dtype, param_dtype=param_dtype)

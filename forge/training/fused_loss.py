@@ -5,6 +5,7 @@ Peak memory is one chunk of logits instead of (tokens, vocabulary), and the soft
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -117,6 +118,10 @@ class _FusedLosses(Function):
         return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * 5
 
 
+# `apply` binds its arguments to the signature of forward, and working that out anew at every call takes 50 us.
+_FusedLosses.forward.__signature__ = inspect.signature(_FusedLosses.forward)  # type: ignore[attr-defined]
+
+
 def _scale(factor: Tensor, value: Tensor, *depends_on: Tensor) -> Tensor:
     return value * factor.to(value.dtype)
 
@@ -165,8 +170,8 @@ def _forward_and_gradient(
         states = hidden[rows] if low else hidden[rows].float()
         logits = matmul_fp32(states, head.T, logits_buffer[: states.shape[0]])
         logits = soft_cap(logits, options.logit_softcap)
-        target = labels[rows] != IGNORE
-        at = labels[rows].where(target, 0).unsqueeze(-1)
+        ignored = labels[rows] == IGNORE
+        at = labels[rows].masked_fill(ignored, 0).unsqueeze(-1)
         at_target, smooth = logits.gather(-1, at).squeeze(-1), options.label_smoothing
         mean_logit = logits.mean(dim=-1) if smooth else at_target
         if in_place:
@@ -175,22 +180,22 @@ def _forward_and_gradient(
             log_probs = torch.log_softmax(logits, dim=-1, out=probs_buffer[: states.shape[0]])
             nll = -log_probs.gather(-1, at).squeeze(-1)
             probs = log_probs.exp_()
-        ce[rows] = nll.where(target, 0.0)
+        ce[rows] = nll.masked_fill(ignored, 0.0)
         loss, lse = ce[rows].sum(), at_target + nll
         if smooth:
-            loss = (1 - smooth) * loss + smooth * (lse - mean_logit).where(target, 0.0).sum()
+            loss = (1 - smooth) * loss + smooth * (lse - mean_logit).masked_fill(ignored, 0.0).sum()
         if options.z_loss_weight:
-            squared_lse[rows] = lse.square().where(target, 0.0)
+            squared_lse[rows] = lse.square().masked_fill(ignored, 0.0)
             loss = loss + options.z_loss_weight * squared_lse[rows].sum()
         total += loss
         if not (wants_hidden or wants_weight):
             continue
         gradient = logit_gradient(probs, logits, lse, at, torch.ones_like(at), vocab, options).to(head.dtype)
-        target = target.unsqueeze(-1)  # masks the narrow factors: one pass over (rows, vocabulary) less
+        ignored = ignored.unsqueeze(-1)  # masks the narrow factors: one pass over (rows, vocabulary) less
         if wants_hidden:
-            grad_hidden[rows] = torch.where(target, gradient @ head, 0.0)
+            grad_hidden[rows] = (gradient @ head).masked_fill_(ignored, 0.0)
         if wants_weight:
-            grad_weight = add_mm(grad_weight, gradient.T, torch.where(target, states, 0.0))
+            grad_weight = add_mm(grad_weight, gradient.T, states.masked_fill(ignored, 0.0))
     if grad_weight is None:
         grad_weight = torch.zeros_like(weight) if wants_weight else weight.new_empty(0)
     return total, ce, squared_lse, grad_hidden, grad_weight.to(weight.dtype)

@@ -139,7 +139,7 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
     Raises:
         DataError: a label >= vocab_size, or negative and not IGNORE.
     """
-    wrong = (labels != IGNORE) & ((labels < 0) | (labels >= vocab_size))
+    wrong = (labels != labels.clamp(0, vocab_size - 1)) & (labels != IGNORE)
     if labels.is_cuda:
         torch._assert_async(~wrong.any(), f"a label lies outside the vocabulary of {vocab_size}")
         return

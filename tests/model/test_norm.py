@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.func import functional_call
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
 
 from forge.config import ModelConfig
 from forge.model.norm import LayerNorm, RMSNorm, build_norm
@@ -57,3 +60,56 @@ def test_zero_stays_zero():
 def test_the_config_names_the_norm(options, kind, names):
     norm = build_norm(ModelConfig(dim=16, n_heads=2, **options))
     assert type(norm) is kind and [name for name, _ in norm.named_parameters()] == names
+
+
+def _plain(x, weight):
+    return F.rms_norm(x, weight.shape, weight, 1e-5)
+
+
+def _ours(x, weight):
+    return functional_call(RMSNorm(weight.shape[0], 1e-5), {"weight": weight}, (x,))
+
+
+def _sample(rows, width, transposed, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, width, rows) if transposed else (2, rows, width)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    x, weight = x.mT if transposed else x, torch.randn(width, generator=generator, dtype=torch.float64)
+    return x.requires_grad_(), weight.requires_grad_(), torch.randn(x.shape, generator=generator, dtype=torch.float64)
+
+
+@settings(deadline=None)
+@given(rows=st.integers(0, 5), width=st.integers(1, 9), transposed=st.booleans(), seed=st.integers(0, 99))
+def test_rmsnorm_on_the_cpu_is_torchs_in_value_and_gradient(rows, width, transposed, seed):
+    x, weight, grad = _sample(rows, width, transposed, seed)
+    found, expected = _ours(x, weight), _plain(x, weight)
+    assert found.grad_fn.name() == "_FewPassesBackward"
+    torch.testing.assert_close(found, expected)
+    for wanted in ([x, weight], [x], [weight]):
+        a, b = (torch.autograd.grad(y, wanted, grad, retain_graph=True) for y in (found, expected))
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("x_learns", "weight_learns"), [(True, False), (False, True)])
+def test_what_is_frozen_gets_no_gradient(x_learns, weight_learns):
+    x, weight, grad = _sample(3, 4, False, 0)
+    x, weight = x.detach().requires_grad_(x_learns), weight.detach().requires_grad_(weight_learns)
+    _ours(x, weight).backward(grad)
+    assert (x.grad is not None, weight.grad is not None) == (x_learns, weight_learns)
+
+
+def test_rmsnorm_has_second_derivatives():
+    x, weight, grad = _sample(3, 4, False, 0)
+
+    def curvature(norm):
+        first = torch.autograd.grad(norm(x, weight), (x, weight), grad, create_graph=True)
+        return torch.autograd.grad(sum(part.square().sum() for part in first), (x, weight))
+
+    torch.testing.assert_close(curvature(_ours), curvature(_plain))
+
+
+def test_rmsnorm_is_transformed_by_torch_func():
+    x, weight, _ = _sample(3, 4, False, 0)
+    x, weight = x.detach(), weight.detach()
+    grads = [vmap(grad(lambda x, norm=norm: norm(x, weight).square().sum()))(x) for norm in (_ours, _plain)]
+    torch.testing.assert_close(*grads)
