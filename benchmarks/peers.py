@@ -37,6 +37,7 @@ class Runner:
 
     name: str
     step: Callable[[], Tensor]  # one update; the loss of its batch before it, fp32 ()
+    steps: Callable[[int], Tensor] | None = None  # several; without it `step` is called for each
 
 
 def initial_weights(regime: Regime) -> dict[str, Tensor]:

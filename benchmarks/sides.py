@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from benchmarks.peers import Build, forge_runner, handwritten_runner, transformers_runner
 from benchmarks.regimes import Regime
-from benchmarks.trainer import trainer_runner
+from benchmarks.trainer import trainer_apart, trainer_runner
 from forge.errors import ConfigError
 
 OURS, FLOOR = "forge", "hand-written"
@@ -23,6 +23,8 @@ SIDES: dict[str, Build] = {
     OURS: forge_runner,
 }
 """In the order of their turns."""
+TIMED = SIDES | {"trainer": trainer_apart}
+"""The same where they are timed."""
 
 
 def choose(asked: str, regime: Regime) -> tuple[list[str], list[str]]:

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from benchmarks.peers import Runner, initial_weights
 from benchmarks.regimes import Device, Regime, timed_precision
-from benchmarks.sides import OURS, SIDES
+from benchmarks.sides import OURS, TIMED
 from forge.errors import RunError
 
 AGREEMENT_STEPS = 3
@@ -37,7 +37,7 @@ def time_regime(regime: Regime, names: Sequence[str], device: Device, repeats: i
     """Check that all sides compute the same, then time them turn by turn.
 
     Args:
-        names: from `SIDES`, forge last.
+        names: from `TIMED`, forge last.
 
     Raises:
         RunError: they do not compute the same; nothing is timed.
@@ -45,10 +45,10 @@ def time_regime(regime: Regime, names: Sequence[str], device: Device, repeats: i
     precision = timed_precision(device)
     weights = initial_weights(regime)
     say(f"{regime.name}: building {', '.join(names)} in {precision} on {device}")
-    sides = {name: SIDES[name](regime, device, precision, weights) for name in names}
+    sides = {name: TIMED[name](regime, device, precision, weights) for name in names}
     judged = sides
     if precision != "fp32":  # in bf16 two right answers differ by more than a wrong one might
-        judged = {name: SIDES[name](regime, device, "fp32", weights) for name in names}
+        judged = {name: TIMED[name](regime, device, "fp32", weights) for name in names}
     losses = check_agreement(regime.name, list(judged.values()), MUON_TOLERANCE if regime.optimizer == "muon" else None)
     say(f"{regime.name}: the losses of {AGREEMENT_STEPS} updates agree, the first is {losses[OURS][0]:.5f}")
     del judged, weights
@@ -116,6 +116,9 @@ def _wait(device: Device) -> None:
 
 def _turn(runner: Runner, steps: int) -> Callable[[], None]:
     def turn() -> None:
+        if runner.steps is not None:
+            runner.steps(steps)
+            return
         for _ in range(steps):
             runner.step()
 

@@ -1,26 +1,43 @@
-"""`transformers.Trainer` behind the interface of the peers: its own loop on a thread, let go one update at a time."""
+"""`transformers.Trainer` behind the interface of the peers: its own loop, let go one update, or several, at a time.
+
+For its memory the loop runs on a thread of this process, which needs no more than that. It is timed in a process of its
+own: two threads that compute have a pool of OpenMP threads each, more than there are cores, and libgomp then lets all
+of them sleep between any two operators; a small step of every side would take three times as long.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import IO, Any
 
+import attrs
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from benchmarks.peers import BATCHES, Runner, batches, build_transformers, plain_optimizers
+from benchmarks.peers import BATCHES, Runner, batches, build_transformers, initial_weights, plain_optimizers
 from benchmarks.regimes import Device, Precision, Regime, job_config
 from forge.data.batch import IGNORE
 from forge.errors import RunError
 
 UPDATES = 10**6
 """More than are ever taken: the loop ends when it is told to."""
+
+
+Wait = Callable[[], bool]
+"""Returns when the next update may begin: whether there is one."""
+Tell = Callable[[Tensor], None]
+"""Is given the loss of each update, detached."""
 
 
 class _Rows(Dataset[dict[str, Tensor]]):
@@ -42,8 +59,9 @@ class _Rows(Dataset[dict[str, Tensor]]):
 class _Loop:
     """A `Trainer.train()` on a thread that waits before each update; it stops when this object is gone."""
 
-    def __init__(self, trainer: Any, go: SimpleQueue[bool], done: SimpleQueue[Tensor | BaseException]) -> None:
-        self.go, self.done = go, done
+    def __init__(self, build: Callable[[Wait, Tell], Any]) -> None:
+        self.go, self.done = go, done = SimpleQueue[bool](), SimpleQueue[Tensor | BaseException]()
+        trainer = build(go.get, done.put)
 
         def train() -> None:
             try:
@@ -68,6 +86,43 @@ class _Loop:
         return result
 
 
+class _Process:
+    """A `Trainer.train()` in a process that is told how many updates to take; it ends when this object is gone."""
+
+    def __init__(self, question: dict[str, Any]) -> None:
+        command = [sys.executable, "-m", "benchmarks.trainer"]
+        self.lines = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process writes to it)
+        self.child = subprocess.Popen(
+            command, cwd=Path(__file__).parent.parent, text=True, bufsize=1,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.lines,
+        )  # fmt: skip
+        weakref.finalize(self, _end, self.child)
+        self._ask(json.dumps(question))
+
+    def steps(self, count: int) -> Tensor:
+        """Let the loop take some updates, and wait for the loss of the last."""
+        return torch.tensor(float(self._ask(str(count))))
+
+    def _ask(self, line: str) -> str:
+        assert self.child.stdin is not None and self.child.stdout is not None
+        try:
+            self.child.stdin.write(line + "\n")
+            if answer := self.child.stdout.readline():
+                return answer
+        except BrokenPipeError:
+            pass
+        self.child.wait()
+        self.lines.seek(0)
+        raise RunError(f"transformers.Trainer failed: {(self.lines.read().strip().splitlines() or ['no answer'])[-1]}")
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.close()
+    child.stdout.close()
+    child.wait()
+
+
 def trainer_runner(
     regime: Regime, device: Device, precision: Precision, weights: Mapping[str, Tensor] | None = None
 ) -> Runner:
@@ -76,19 +131,58 @@ def trainer_runner(
     Raises:
         RunError: transformers or accelerate is not installed.
     """
+    loop = _Loop(lambda wait, tell: _trainer(regime, device, precision, weights, wait, tell))
+    return Runner("trainer", loop.step)
+
+
+def trainer_apart(
+    regime: Regime, device: Device, precision: Precision, weights: Mapping[str, Tensor] | None = None
+) -> Runner:
+    """`trainer_runner` in a process of its own, from the regime's initial weights whatever `weights`.
+
+    Raises:
+        RunError: transformers or accelerate is not installed.
+    """
+    process = _Process({"regime": attrs.asdict(regime), "device": device, "precision": precision})
+    return Runner("trainer", lambda: process.steps(1), process.steps)
+
+
+def serve(questions: IO[str], answers: IO[str]) -> None:
+    """The process of `trainer_apart`: a question, then counts of updates, each answered by the loss of the last."""
+    question, left = json.loads(questions.readline()), 0
+    answers.write("ready\n")
+
+    def wait() -> bool:
+        nonlocal left
+        if not left:
+            left = int(questions.readline() or 0)
+        return left > 0
+
+    def tell(loss: Tensor) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            answers.write(f"{float(loss)!r}\n")
+
+    regime, device, precision = Regime(**question["regime"]), question["device"], question["precision"]
+    _trainer(regime, device, precision, initial_weights(regime), wait, tell).train()
+
+
+def _trainer(
+    regime: Regime, device: Device, precision: Precision, weights: Mapping[str, Tensor] | None, wait: Wait, tell: Tell
+) -> Any:
     config = job_config(regime, device, precision)
     model = build_transformers(config.model, weights)
     (optimizer,) = plain_optimizers(model.to(device), config)
-    go: SimpleQueue[bool] = SimpleQueue()
-    done: SimpleQueue[Tensor | BaseException] = SimpleQueue()
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1.0)
-    trainer = _trainer_class(go, done)(
+    return _gated(
+        wait,
+        tell,
         model=model,
         args=_arguments(regime, device, precision, config.train.grad_clip_norm),
         train_dataset=_Rows(regime),
         optimizers=(optimizer, constant),
     )
-    return Runner("trainer", _Loop(trainer, go, done).step)
 
 
 def _arguments(regime: Regime, device: Device, precision: Precision, max_norm: float | None) -> Any:
@@ -112,8 +206,8 @@ def _arguments(regime: Regime, device: Device, precision: Precision, max_norm: f
         raise RunError("transformers.Trainer needs accelerate: pip install -e '.[bench]'") from None
 
 
-def _trainer_class(go: SimpleQueue[bool], done: SimpleQueue[Tensor | BaseException]) -> Any:
-    """A Trainer that tells the loss of each update, which the class itself only sums up."""
+def _gated(wait: Wait, tell: Tell, **arguments: Any) -> Any:
+    """A Trainer that waits before each update and tells its loss, which the class itself only sums up."""
     from transformers import PrinterCallback, Trainer, TrainerCallback
 
     class Told(Trainer):
@@ -122,19 +216,19 @@ def _trainer_class(go: SimpleQueue[bool], done: SimpleQueue[Tensor | BaseExcepti
             return self.told
 
     class Gate(TrainerCallback):
-        trainer: Any = None
-
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if not go.get():
+            if not wait():
                 control.should_training_stop = True
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            done.put(self.trainer.told.detach())
+            tell(trainer.told.detach())
 
-    def build(**kwargs: Any) -> Any:
-        gate = Gate()
-        gate.trainer = Told(**kwargs, callbacks=[gate])
-        gate.trainer.remove_callback(PrinterCallback)  # prints a summary where the loop ends
-        return gate.trainer
+    trainer = Told(**arguments, callbacks=[Gate()])
+    trainer.remove_callback(PrinterCallback)  # prints a summary where the loop ends
+    return trainer
 
-    return build
+
+if __name__ == "__main__":
+    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
+        os.dup2(2, 1)  # what libraries print goes to stderr
+        serve(sys.stdin, answers)
