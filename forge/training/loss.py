@@ -84,13 +84,19 @@ def _vocab_parallel(
     return vocab_parallel_losses(hidden, local_part(weight), labels, options, chunk, group, start)
 
 
-def _build(losses: Losses, options: LossOptions, chunk: int, sources: int) -> LossFn:
+def chunk_size(asked: int | None, device: str) -> int:
+    """`train.loss_chunk_size` on a type of device."""
+    return asked or (256 if device == "cpu" else 512)
+
+
+def _build(losses: Losses, options: LossOptions, chunk: int | None, sources: int) -> LossFn:
     def loss_fn(hidden: Tensor, weight: Tensor, labels: Tensor, source_ids: Tensor | None = None) -> LossSums:
         with span(LOSS):
             return sums(hidden, weight, labels, source_ids)
 
     def sums(hidden: Tensor, weight: Tensor, labels: Tensor, source_ids: Tensor | None) -> LossSums:
-        found = losses(hidden.flatten(0, -2), weight, labels.flatten(), options, chunk)
+        rows = chunk_size(chunk, hidden.device.type)
+        found = losses(hidden.flatten(0, -2), weight, labels.flatten(), options, rows)
         by_source = _by_source(found.ce.view_as(labels), labels, source_ids, sources) if sources else (None, None)
         zero = found.ce.new_zeros(())
         return LossSums(

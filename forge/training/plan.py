@@ -19,7 +19,7 @@ from forge.metrics import ParameterCount, count_flops_per_token, count_parameter
 from forge.model.block import BlockOutput
 from forge.pytree import tree_leaves
 from forge.training.freeze import stage_boundaries, trainable_names
-from forge.training.loss import LossSums, build_loss_fn
+from forge.training.loss import LossSums, build_loss_fn, chunk_size
 from forge.training.parts import Parts, build_parts, template_state
 from forge.training.runtime import build_runtime
 
@@ -192,7 +192,8 @@ def saved_bytes(config: JobConfig, parts: Parts) -> int:
 def logit_bytes(config: JobConfig) -> int:
     """At most two fp32 buffers of one chunk of logits, or of all of them for the plain loss."""
     tokens = config.train.micro_batch_size * config.train.seq_len
-    rows = tokens if config.train.loss == "plain" else min(tokens, config.train.loss_chunk_size)
+    chunk = chunk_size(config.train.loss_chunk_size, "cuda")  # a plan is for any device, and CUDA's is the larger
+    rows = tokens if config.train.loss == "plain" else min(tokens, chunk)
     return 2 * 4 * rows * config.model.vocab_size
 
 

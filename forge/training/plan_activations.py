@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from attrs import evolve, frozen
 
 from forge.config import JobConfig, MoEConfig
@@ -87,6 +88,14 @@ def count_activations(layout: Layout) -> Activations:
     tokens = twin.train.micro_batch_size * twin.train.seq_len
     spared = int(tokens * model.dim * itemsize * (1 - 1 / layout.sizes["tp"]))  # of one tensor cut over the sequence
     others = 2 * tokens * model.kv_heads * model.head_width * itemsize * (layout.sizes["cp"] - 1)
+    if layout.sizes["cp"] > 1:  # attention goes by chunks, whose outputs are kept beside all of them together
+        others += tokens * model.query_heads * model.head_width * itemsize
+    normed = 0
+    if layout.sizes["tp"] > 1 and model.norm == "rmsnorm" and layout.compute_dtype == torch.float32:
+        # a norm of plain tensors keeps x alone, one of DTensors on a CPU the normalised x besides
+        normed = tokens * model.dim * itemsize - spared
+        others += 2 * normed
+        others += tokens * (model.query_heads + model.kv_heads) * model.head_width * itemsize * model.qk_norm
     plain = evolve(twin, train=evolve(twin.train, activation_checkpointing="none"))
     again = config.train.activation_checkpointing != "none"
     differs = -spared if again else others - 2 * spared
@@ -98,7 +107,7 @@ def count_activations(layout: Layout) -> Activations:
         dense=dense + differs,
         routed=routed + differs,
         computed=computed,
-        ends=first - dense - mask - spared,
+        ends=first - dense - mask - spared + normed,
         mask=mask * layout.sizes["cp"],
     )
 

@@ -195,11 +195,13 @@ def test_a_rank_sends_what_is_planned_to_the_byte(ranks, world_size, index):
 
 @pytest.mark.parametrize(("world_size", "index"), _cases("plain", "deep", "experts", "bf16", "odd", "gpt2")[2:])
 def test_activations_on_several_ranks_are_estimated_and_not_too_low(ranks, world_size, index):
-    _, layout = _planned(world_size, index)
+    job, layout = _planned(world_size, index)
     activations = count_activations(layout)
+    # zero_bubble frees a part of each pass with the inputs' gradients, and the plan counts it until the weights' are made
+    most = 1.8 if job.distributed.pp_schedule == "zero_bubble" else 1.3
     for found in (rank[index] for rank in ranks[world_size]):
         planned = activations.of_rank(layout, found.pp_rank)
-        assert 0.95 * found.saved < planned < 1.3 * found.saved
+        assert 0.95 * found.saved < planned < most * found.saved
 
 
 def test_fsdp_over_four_ranks_holds_a_third_of_one_ranks_parameters_gradients_and_optimizer_state(ranks):
