@@ -59,6 +59,11 @@ class JobConfig:
                 "model.restart_positions = true needs data.isolate_documents = true: without it nothing says where a"
                 " document starts"
             )
+        if self.model.attention_backend == "flex" and self.train.activation_checkpointing == "selective":
+            raise ConfigError(
+                "train.activation_checkpointing = selective cannot keep what flex_attention returns: choose full, or"
+                " another model.attention_backend"
+            )
         for name in {source.name for source in self.data.sources} & {each.name for each in self.eval.sets}:
             raise ConfigError(f"eval.sets: {name!r} is the name of a data source too, whose held-out part has it")
         self._check_schedule()

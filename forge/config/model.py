@@ -114,10 +114,11 @@ class ModelConfig:
     """The head is the embedding matrix."""
     sliding_window: int | None = field(default=None, validator=optional(integer(least=1)))
     """A token attends to this many latest tokens, itself included; unset = to all."""
-    attention_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = field(
-        default="auto", validator=one_of("auto", "flash", "efficient", "cudnn", "math")
+    attention_backend: Literal["auto", "flash", "efficient", "cudnn", "math", "flex"] = field(
+        default="auto", validator=one_of("auto", "flash", "efficient", "cudnn", "math", "flex")
     )
-    """Kernel behind scaled_dot_product_attention; torch.func.vmap over samples wants math."""
+    """Kernel of attention; torch.func.vmap over samples wants math. flex skips on CUDA what documents and windows hide,
+    and is auto elsewhere."""
     logit_softcap: float | None = field(default=None, validator=optional(number(above=0)))
     """Logits become cap * tanh(logits / cap) (Gemma 2); unset = off."""
     init_std: float = field(default=0.02, validator=number(above=0))

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forge.config import ModelConfig
 from forge.model.cache import Keep
+from forge.model.flex import BlockMask, block_mask, flex_mix
 from forge.model.norm import RMSNorm
 from forge.model.rope import RotaryTable, apply_rope
 from forge.model.sequence import SequenceCut
@@ -22,6 +23,9 @@ _BACKENDS = {
     "math": SDPBackend.MATH,
 }
 
+Mask = Tensor | BlockMask
+"""Bool (1 or B, 1, queries, keys), or the same by blocks for flex_attention."""
+
 
 def attention_mask(
     config: ModelConfig,
@@ -30,8 +34,8 @@ def attention_mask(
     doc_ids: Tensor | None,
     cut: SequenceCut | None = None,
     padding: Tensor | None = None,
-) -> Tensor | None:
-    """Which keys each query may see, bool (1 or B, 1, queries, keys); None = plain causal over one square.
+) -> Mask | None:
+    """Which keys each query may see; None = plain causal over one square.
 
     The keys are those of the cache and of the queries' own tokens, or of the whole sequence where it is cut.
 
@@ -46,6 +50,8 @@ def attention_mask(
     causal = cut is None and doc_ids is None and padding is None
     if causal and past == 0 and (config.sliding_window or queries) >= queries:
         return None
+    if config.attention_backend == "flex" and positions.is_cuda and cut is None and past == 0 and padding is None:
+        return block_mask(config, queries, doc_ids, positions.device)
     query_at = positions.unsqueeze(1)
     key_at = torch.arange(past + queries if cut is None else cut.whole_length(queries), device=positions.device)
     mask = key_at <= query_at
@@ -79,7 +85,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rotary: RotaryTable | None,
-        mask: Tensor | None,
+        mask: Mask | None,
         keep: Keep | None = None,
         cut: SequenceCut | None = None,
     ) -> Tensor:
@@ -98,14 +104,16 @@ class Attention(nn.Module):
         out: Tensor = self.wo(mixed.transpose(1, 2).flatten(-2))
         return out
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+        if isinstance(mask, BlockMask):
+            return flex_mix(q, k, v, mask, self.scale)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=self.heads != self.kv_heads
         )
 
-    def _mix_chunks(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cut: SequenceCut) -> Tensor:
+    def _mix_chunks(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cut: SequenceCut) -> Tensor:
         """Queries of this rank over the keys of all ranks, each chunk over the keys up to its own end only."""
-        assert mask is not None
+        assert isinstance(mask, Tensor)
         k, v = cut.gather(torch.stack((k, v)), -2)
         size, parts = k.shape[-2] // cut.total, []
         rows = zip(cut.chunks, q.split(size, dim=-2), mask.split(size, dim=-2), strict=True)
@@ -115,4 +123,4 @@ class Attention(nn.Module):
         return torch.cat(parts, dim=-2)
 
     def _kernel(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.backend == "auto" else sdpa_kernel(_BACKENDS[self.backend])
+        return sdpa_kernel(_BACKENDS[self.backend]) if self.backend in _BACKENDS else nullcontext()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from forge.config import ModelConfig
-from forge.model.attention import Attention
+from forge.model.attention import Attention, Mask
 from forge.model.cache import Keep
 from forge.model.mlp import MLP
 from forge.model.moe import MoE, RouterStats
@@ -36,7 +36,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rotary: RotaryTable | None,
-        mask: Tensor | None,
+        mask: Mask | None,
         keep: Keep | None = None,
         router_bias: Tensor | None = None,
         cut: SequenceCut | None = None,

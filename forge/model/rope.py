@@ -32,11 +32,11 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str = "cpu") ->
 
 def rotary_table(positions: Tensor, config: ModelConfig) -> RotaryTable:
     """cos of the angles, twice, and (-sin, sin), at int64 positions (S,) or (B, S)."""
-    angles = positions.to(torch.float32).unsqueeze(-1) * rope_frequencies(config, positions.device)
+    frequencies = rope_frequencies(config, positions.device)
+    angles = positions.to(torch.float32).unsqueeze(-1) * torch.cat((-frequencies, frequencies))
     if positions.dim() == 2:
         angles = angles.unsqueeze(1)  # one head dimension to broadcast over
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return angles.cos(), angles.sin()  # cos(-x) is cos(x), sin(-x) is -sin(x)
 
 
 def apply_rope(x: Tensor, table: RotaryTable) -> Tensor:

@@ -52,9 +52,12 @@ def capture(
         extras: the state's, for the routers' biases.
 
     Raises:
-        ConfigError: a site that the model does not have, or compiled blocks.
+        ConfigError: a site that the model does not have, compiled blocks, or weights of flex_attention.
     """
     names = matching_sites(model, sites)
+    weights = any(name.endswith(_WEIGHTS) for name in names)
+    if weights and input_ids.is_cuda and model.config.attention_backend == "flex":
+        raise ConfigError("flex_attention makes no weights to capture: build the model with attention_backend = auto")
     if any(module._compiled_call_impl is not None for module in model.modules()):
         raise ConfigError("capture cannot look into compiled blocks: give it build_model(config), which costs nothing")
     found: dict[str, Tensor] = {}

@@ -158,7 +158,8 @@ def prepare_data(config: JobConfig, *, streamed: bool = False, progress: Progres
     def folders(named: dict[str, DataConfig]) -> dict[str, Path]:
         return {name: prepared(data, workers=available_cores(), progress=progress) for name, data in named.items()}
 
-    return Prepared(folders({} if streamed else _sources(config.data)), folders(_eval_sources(config)))
+    sources, sets = {} if streamed else _sources(config.data), _eval_sources(config)  # what is refused is so at once
+    return Prepared(folders(sources), folders(sets))
 
 
 def build_data_pipeline(
@@ -242,18 +243,22 @@ def _sources(data: DataConfig) -> dict[str, DataConfig]:
     if not data.sources:
         return {"": data.alone(data.path)}
     for source in data.sources:
-        if source.path.startswith(HUB_STREAM):
-            raise DataError(
-                f"data.sources '{source.name}': {source.path} is a stream, which cannot be mixed with other sources;"
-                f" name it as data.path alone, or prepare it: 'hf:{source.path.removeprefix(HUB_STREAM)}'"
-            )
+        why = "cannot be mixed with other sources; name it as data.path alone, or"
+        _refuse_stream(f"data.sources '{source.name}'", source.path, why)
     return {source.name: data.alone(source.path) for source in data.sources}
 
 
 def _eval_sources(config: JobConfig) -> dict[str, DataConfig]:
     """The section of each further evaluation set by its name: text is evaluated on as a whole."""
     sets = config.eval.sets if config.eval.interval else ()
+    for each in sets:
+        _refuse_stream(f"eval.sets '{each.name}'", each.path, "has no end to evaluate up to:")
     return {each.name: config.data.alone(each.path, eval_fraction=0.0) for each in sets}
+
+
+def _refuse_stream(key: str, path: str, why: str) -> None:
+    if path.startswith(HUB_STREAM):
+        raise DataError(f"{key}: {path} is a stream, which {why} prepare it: 'hf:{path.removeprefix(HUB_STREAM)}'")
 
 
 def _mixture(config: JobConfig) -> Mixture | None:

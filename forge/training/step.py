@@ -76,15 +76,17 @@ def build_train_step(
             opt_state=opt_state,
             extras=balance_routers(extras, sums.router_counts, good, config.model.moe.bias_update_rate),
         )
-        return after, _result(sums, grad_norm, lr, ~good, routing(sums, config.model.moe.top_k))
+        return after, _result(sums, loss, grad_norm, lr, ~good, routing(sums, config.model.moe.top_k))
 
     return train_step
 
 
-def _result(sums: LossSums, grad_norm: Tensor, lr: Tensor, skipped: Tensor, routers: dict[str, Tensor]) -> StepResult:
+def _result(
+    sums: LossSums, loss: Tensor, grad_norm: Tensor, lr: Tensor, skipped: Tensor, routers: dict[str, Tensor]
+) -> StepResult:
     targets = sums.tokens.clamp(min=1)
     return StepResult(
-        loss=sums.total / targets,
+        loss=loss,
         ce_loss=sums.ce / targets,
         z_loss=sums.z / targets,
         aux_loss=sums.aux / targets,

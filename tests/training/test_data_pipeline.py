@@ -230,6 +230,13 @@ def test_a_stream_among_sources_is_refused_before_any_is_prepared(job):
     assert not Path(job.data.cache_dir).exists()
 
 
+def test_a_stream_to_evaluate_on_is_refused_before_any_data_is_prepared(job):
+    sets = EvalConfig(interval=5, sets=(EvalSource("b", "hf-stream:name"),))
+    with pytest.raises(DataError, match=r"eval\.sets 'b': hf-stream:name is a stream.* prepare it: 'hf:name'"):
+        prepare_data(evolve(job, eval=sets))
+    assert not Path(job.data.cache_dir).exists()
+
+
 def test_a_stream_whose_end_of_document_the_model_does_not_know_is_refused(job):
     small = evolve(job, model=evolve(job.model, vocab_size=256), eval=EvalConfig(interval=0))
     with pytest.raises(DataError, match=r"ends documents with id 256, outside model\.vocab_size = 256"):
