@@ -210,7 +210,9 @@ class WandbSink:
             ) from None
         id_file = Path(run_dir) / "wandb_run_id"
         resumes = resume_step > 0 and id_file.exists()
-        rewind = {"resume_from": f"{id_file.read_text().strip()}?_step={resume_step}"} if resumes else {}
+        rewind: dict[str, Any] = (
+            {"resume_from": f"{id_file.read_text().strip()}?_step={resume_step}"} if resumes else {}
+        )
         try:
             self._run = wandb.init(project=project, dir=str(run_dir), **rewind)
         except wandb.Error as error:

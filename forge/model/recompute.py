@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import count
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from forge.model.moe import MoE
@@ -32,6 +31,8 @@ _KEPT = {
     _aten.max.default,  # the scale of an fp8 tensor: one number
 }
 
+Forward = Callable[..., Any]
+
 
 def apply_activation_checkpointing(model: Transformer, mode: Literal["full", "selective"] = "full") -> None:
     """Keep only each block's input and compute the block again in the backward pass.
@@ -40,11 +41,27 @@ def apply_activation_checkpointing(model: Transformer, mode: Literal["full", "se
     matrix product returned (torchtitan's "op" policy). The model has no randomness in its forward pass, so no RNG state
     is kept.
     """
-    contexts = _selective_contexts if mode == "selective" else noop_context_fn
+    wrap = _selective if mode == "selective" else _full
     for block in model.blocks.children():
-        block.forward = partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
+        block.forward = wrap(block.forward)
+
+
+# Functions of ours, which the compiler takes up together with the checkpoint in them: `checkpoint` alone, and a context
+# function that is no global, it does not look into.
+
+
+def _full(forward: Forward) -> Forward:
+    def recomputed(*args: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+
+    return recomputed
+
+
+def _selective(forward: Forward) -> Forward:
+    def recomputed(*args: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_selective_contexts)
+
+    return recomputed
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

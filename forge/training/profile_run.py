@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
+from attrs import evolve
+
 from forge.config import JobConfig, ProfilingConfig
 from forge.metrics import DeviceMemoryMonitor
 from forge.metrics.timeline import DATA, Timeline, read_timeline, span
@@ -29,6 +31,8 @@ def profile_run(config: JobConfig, steps: int) -> tuple[Path, Timeline] | None:
     Raises:
         ForgeError: a mistake in config or data, or the trace cannot be written.
     """
+    window = ProfilingConfig(start_step=WARMUP + 1, steps=steps)
+    config = evolve(config, profiling=window)  # what is compiled stays readable in a trace
     folder, last = Path(config.run_dir) / "profile", WARMUP + steps
     trace = trace_path(folder, WARMUP + 1, last)
     with suppress(OSError):
@@ -42,7 +46,7 @@ def profile_run(config: JobConfig, steps: int) -> tuple[Path, Timeline] | None:
         state, step_at = initial_state(config, parts), step_for(config, parts)
         feed = open_feed(data, config.data, 0, last, pin=runtime.device.type == "cuda")
         batches = stack.enter_context(closing(feed))
-        with profile_window(ProfilingConfig(start_step=WARMUP + 1, steps=steps), folder) as before_step:
+        with profile_window(window, folder) as before_step:
             for step in range(last):
                 before_step(step + 1)
                 with span(DATA):

@@ -14,10 +14,12 @@ from forge.config import (
     MoEConfig,
     Muon,
     NoSchedule,
+    ProfilingConfig,
     ScheduleFree,
     TrainConfig,
 )
 from forge.data.batch import Batch
+from forge.distributed import parallelize
 from forge.errors import ConfigError
 from forge.pytree import tree_equal, tree_flatten_named
 from forge.training.parts import build_parts, initial_state, step_for, template_state
@@ -87,6 +89,24 @@ def test_names_do_not_depend_on_recomputation_or_compilation():
     for changes in kinds:
         job = evolve(JOB, train=evolve(JOB.train, **changes))
         assert list(initial_state(job, _parts(job)).params) == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["none", "full", "selective"])
+def test_compiled_blocks_train_as_others_do(kind):
+    job = evolve(JOB, train=evolve(JOB.train, compile=True, activation_checkpointing=kind))
+    compiled, plain = (tree_flatten_named(_run(each, 2).params) for each in (job, JOB))
+    for name, leaf in compiled.items():
+        torch.testing.assert_close(leaf, plain[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_compiled_blocks_are_called_from_python_where_a_profile_is_to_see_into_them(monkeypatch):
+    asked = []
+    monkeypatch.setattr(parallelize, "compile_blocks", lambda model, **options: asked.append(options["lean"]))
+    compiled = evolve(JOB, train=evolve(JOB.train, compile=True))
+    for job in (compiled, evolve(compiled, profiling=ProfilingConfig(steps=2))):
+        _parts(job)
+    assert asked == [not torch.cuda.is_available(), False]
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
