@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from forge.distributed.functional import (
 from forge.distributed.mesh import build_mesh
 from forge.distributed.shards import local_part
 from forge.errors import ConfigError
-from forge.model import build_model, init_params
+from forge.model import build_model, init_params, norm
 from forge.model.recompute import apply_activation_checkpointing
 from forge.pytree import tree_map, tree_stack
 from forge.training.extras import init_extras
@@ -90,7 +92,14 @@ def _curve(job, donate):
 
 
 def _all_curves():
-    return {(name, donate): _curve(job, donate) for name, job in JOBS.items() for donate in _donations(name)}
+    with _one_norm():
+        return {(name, donate): _curve(job, donate) for name, job in JOBS.items() for donate in _donations(name)}
+
+
+def _one_norm():
+    """torch's own RMSNorm: where a backward pass is differentiable forge's differs from itself in the last bits, which
+    six steps of Adam make visible."""
+    return mock.patch.object(norm, "_takes_few_passes", return_value=False)
 
 
 def _donations(name):
@@ -109,7 +118,8 @@ def on_ranks():
 
 @pytest.mark.parametrize(("job", "donate"), [(name, donate) for name in JOBS for donate in _donations(name)])
 def test_functional_sharding_does_not_change_the_training(job, donate, on_ranks):
-    alone = train(JOBS[job])
+    with _one_norm():
+        alone = train(JOBS[job])
     for curves in on_ranks[0]:
         assert_same_curve(curves[job, donate], alone, losses=1e-5, norms=1e-5, params=1e-5)
 
