@@ -34,9 +34,9 @@ def parallelize(
     if config.train.activation_checkpointing != "none":
         apply_activation_checkpointing(model, config.train.activation_checkpointing)
     if config.train.compile:
-        # A trace would show a whole block as one operator, and attention that is recomputed torch cannot call from C++.
-        seen = config.profiling.steps > 0 or config.train.activation_checkpointing != "none"
-        lean = mesh is None and not torch.cuda.is_available() and not seen
+        lean = mesh is None and not torch.cuda.is_available()
+        lean &= not config.profiling.steps  # a trace would show a whole block as one operator
+        lean &= config.train.activation_checkpointing == "none"  # attention computed again cannot be called from C++
         compile_blocks(model, experts=compute_dtype == torch.bfloat16, lean=lean)
     if mesh is not None:
         model.to(param_dtype)

@@ -14,7 +14,7 @@ from forge.model.cache import Keep
 from forge.model.flex import BlockMask, block_mask, flex_mix
 from forge.model.norm import RMSNorm
 from forge.model.rope import RotaryTable, apply_rope
-from forge.model.sequence import SequenceCut
+from forge.model.sequence import SequenceCut, in_sight
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -54,10 +54,7 @@ def attention_mask(
         return block_mask(config, queries, doc_ids, positions.device)
     query_at = positions.unsqueeze(1)
     key_at = torch.arange(past + queries if cut is None else cut.whole_length(queries), device=positions.device)
-    mask = key_at <= query_at
-    if config.sliding_window is not None:
-        mask = mask & (key_at > query_at - config.sliding_window)
-    mask = mask[None, None]
+    mask = in_sight(query_at, key_at, config.sliding_window)[None, None]
     if doc_ids is not None:
         key_ids = doc_ids if cut is None else cut.gather(doc_ids, -1)
         mask = mask & (doc_ids.unsqueeze(-1) == key_ids.unsqueeze(-2)).unsqueeze(1)

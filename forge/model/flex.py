@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from forge.config import ModelConfig
+from forge.model.sequence import in_sight
 
 
 def block_mask(config: ModelConfig, length: int, doc_ids: Tensor | None, device: torch.device) -> BlockMask:
@@ -25,10 +26,9 @@ def block_mask(config: ModelConfig, length: int, doc_ids: Tensor | None, device:
         length: tokens of the sequence.
         doc_ids: int64 (B, length).
     """
-    window = config.sliding_window or length
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = (k <= q) & (k > q - window)
+        seen = in_sight(q, k, config.sliding_window)
         return seen if doc_ids is None else seen & (doc_ids[b, q] == doc_ids[b, k])
 
     rows = None if doc_ids is None else doc_ids.shape[0]

@@ -38,6 +38,12 @@ def token_positions(length: int, past: int, cut: SequenceCut | None, device: tor
     return cut.take(torch.arange(cut.whole_length(length), device=device), 0)
 
 
+def in_sight(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:
+    """Whether a token is not later than another, and among the `window` latest up to that one; bool, broadcast."""
+    seen = key_at <= query_at
+    return seen if window is None else seen & (key_at > query_at - window)
+
+
 def document_positions(doc_ids: Tensor, cut: SequenceCut | None = None) -> Tensor:
     """Places counted from the start of each document, for ids that change where one begins; int64 (B, S) -> (B, S)."""
     whole = doc_ids if cut is None else cut.gather(doc_ids, -1)

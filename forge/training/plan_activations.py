@@ -22,7 +22,7 @@ def in_flight(layout: Layout, pp_rank: int, *, head: bool = False) -> int:
 
     Args:
         head: of the stage with the loss alone. Under zero_bubble torch keeps its graphs to the end of the step: the
-            losses hold them, and a backward pass in two halves frees nothing of them.
+            losses hold them, and a backward pass in two halves frees only a part of them, which is not counted off.
     """
     ranks, virtual = layout.sizes["pp"], stages_a_rank(layout.config.distributed)
     schedule, passes = layout.config.distributed.pp_schedule, layout.accumulation * virtual

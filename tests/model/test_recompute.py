@@ -15,7 +15,7 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge.config import ModelConfig, MoEConfig
-from forge.model import build_model, init_params
+from forge.model import build_model, init_params, recompute
 from forge.model.recompute import apply_activation_checkpointing, compile_blocks
 
 CONFIG = ModelConfig(dim=16, n_layers=4, n_heads=2, n_kv_heads=1, vocab_size=19, max_seq_len=32, ffn_hidden_dim=48)
@@ -81,6 +81,7 @@ def test_recomputation_gives_the_same_gradient_bit_for_bit_and_keeps_less(name, 
     assert less < kept * (0.5 if mode == "full" else 0.75)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_compiled_blocks_are_recomputed_to_the_same_gradient(name, mode, monkeypatch):
@@ -94,6 +95,7 @@ def test_compiled_blocks_are_recomputed_to_the_same_gradient(name, mode, monkeyp
     torch.testing.assert_close(same_gradient, gradient)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_blocks_with_experts_are_compiled_around_their_products_in_fp32(mode, monkeypatch):
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
@@ -121,8 +123,14 @@ def test_names_stay_as_they_are():
     assert list(model.state_dict()) == names
 
 
-def test_every_block_is_recomputed():
-    model = build_model(CONFIG)
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_every_block_is_recomputed_and_no_rng_state_kept(mode, monkeypatch):
+    model, asked = build_model(CONFIG), []
     before = [block.forward for block in model.blocks.children()]
-    apply_activation_checkpointing(model)
+    apply_activation_checkpointing(model, mode)
     assert all(block.forward != old for block, old in zip(model.blocks.children(), before, strict=True))
+    monkeypatch.setattr(recompute, "checkpoint", lambda forward, *args, **options: asked.append((forward, options)))
+    for block in model.blocks.children():
+        block.forward("x", None, None)
+    assert [forward for forward, _ in asked] == before
+    assert all(options["preserve_rng_state"] is False for _, options in asked)

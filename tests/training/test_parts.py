@@ -92,6 +92,7 @@ def test_names_do_not_depend_on_recomputation_or_compilation():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 @pytest.mark.parametrize("kind", ["none", "full", "selective"])
 def test_compiled_blocks_train_as_others_do(kind):
     job = evolve(JOB, train=evolve(JOB.train, compile=True, activation_checkpointing=kind))
