@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,20 @@ def parse_json(text: str | bytes, *, strict: bool = True) -> Any:
         return json.loads(text, strict=strict)
     except RecursionError as error:
         raise ValueError(str(error)) from None
+
+
+def step_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(step, object) of every whole line of a run's JSON-lines file; a kill or a full disk may have cut one off.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        for text in file:
+            try:
+                line = parse_json(text)
+            except ValueError:
+                continue
+            step = line.get("step") if isinstance(line, dict) else None
+            if isinstance(step, int):
+                yield step, line

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from forge.files import file_digest, parse_json, replace_file, sync_file, sync_folder
+from forge.files import file_digest, parse_json, replace_file, step_lines, sync_file, sync_folder
 
 
 def test_new_content_takes_the_place_of_the_old_and_leaves_nothing_beside_it(tmp_path):
@@ -44,3 +44,11 @@ def test_what_is_no_json_is_a_value_error_however_deep(text):
     with pytest.raises(ValueError):
         parse_json(text)
     assert parse_json('{"a": [1, "a\nb"]}', strict=False) == {"a": [1, "a\nb"]}
+
+
+def test_whole_lines_of_steps_are_read_and_what_a_kill_left_of_others_is_passed_over(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"step": 1, "a": 2}\n{"step": 2, "a\n[3]\n{"a": 4}\n\xff\n\n{"step": 5}\n{"step": 6, "a": ')
+    assert list(step_lines(path)) == [(1, {"step": 1, "a": 2}), (5, {"step": 5})]
+    with pytest.raises(FileNotFoundError):
+        list(step_lines(tmp_path / "none"))

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from forge.config import JobConfig
 from forge.errors import ConfigError, RunError
-from forge.files import parse_json, replace_file
+from forge.files import replace_file, step_lines
 from forge.logging import process_rank
 from forge.metrics.logger import format_metrics
 
@@ -276,13 +276,8 @@ def _kept_lines(path: Path, resume_step: int) -> list[dict[str, Any]]:
         return []
     kept: list[dict[str, Any]] = []
     seen: set[tuple[int, str]] = set()
-    for text in path.read_bytes().splitlines():
-        try:
-            line = parse_json(text)
-        except ValueError:
-            continue  # cut off by a kill or a full disk
-        step = line.get("step") if isinstance(line, dict) else None
-        if not isinstance(step, int) or step > resume_step:
+    for step, line in step_lines(path):
+        if step > resume_step:
             continue
         fresh = {key: value for key, value in line.items() if key == "step" or (step, key) not in seen}
         seen.update((step, key) for key in fresh)

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from forge.config.toml import parse_toml
 from forge.errors import ConfigError, RunError
-from forge.files import parse_json
+from forge.files import step_lines
 from forge.report.curve import Curve
 
 
@@ -58,7 +58,7 @@ def read_run(folder: Path) -> WrittenRun:
 def _curves(path: Path) -> tuple[dict[str, Curve], dict[str, int]]:
     curves: dict[str, Curve] = {}
     not_finite: dict[str, int] = {}
-    for step, line in _lines(path):
+    for step, line in step_lines(path):
         for key, value in line.items():
             number = _number(value)
             if key == "step" or number is None:
@@ -84,21 +84,8 @@ def _number(value: Any) -> float | None:
 def _samples(path: Path) -> tuple[Sample, ...]:
     if not path.exists():
         return ()
-    found = {step: str(line.get("text", "")) for step, line in _lines(path)}
+    found = {step: str(line.get("text", "")) for step, line in step_lines(path)}
     return tuple(Sample(step, found[step]) for step in sorted(found))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(step, object) of every whole line."""
-    with path.open("rb") as file:
-        for text in file:
-            try:
-                line = parse_json(text)
-            except ValueError:
-                continue  # cut off by a kill or a full disk, or being written
-            step = line.get("step") if isinstance(line, dict) else None
-            if isinstance(step, int):
-                yield step, line
 
 
 def _config(path: Path) -> dict[str, str]:

@@ -23,7 +23,7 @@ from forge.config import config_from_dict, config_to_dict, load_config
 from forge.data import Position
 from forge.distributed.shards import local_data
 from forge.errors import CheckpointError, RunError
-from forge.files import parse_json
+from forge.files import step_lines
 from forge.pytree import tree_flatten_named
 from forge.resilience import batch_index
 from forge.training.data_pipeline import open_data, open_feed
@@ -108,13 +108,9 @@ def _read_record(run_dir: Path) -> _Record:
         raise CheckpointError(f"{run_dir}: no run here: give another --run-dir")
     logged: dict[int, dict[str, float]] = {}
     metrics = run_dir / "metrics.jsonl"
-    for text in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
-        try:
-            line = parse_json(text)
-        except ValueError:
-            continue  # cut off by a kill
+    for step, line in step_lines(metrics) if metrics.exists() else ():
         if "train/loss" in line:
-            logged[line["step"]] = {name: float(line[f"train/{name}"]) for name in COMPARED}
+            logged[step] = {name: float(line[f"train/{name}"]) for name in COMPARED}
     before_records = {"step": 0, "jumps": [], "config": config_to_dict(load_config(run_dir / "config.toml"))}
     return _Record(run_dir, read_starts(run_dir) or [before_records], logged)
 

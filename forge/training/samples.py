@@ -13,7 +13,7 @@ from torch import Tensor
 from forge.config import JobConfig
 from forge.data import Tokenizer
 from forge.errors import ConfigError
-from forge.files import parse_json, replace_file
+from forge.files import replace_file, step_lines
 from forge.logging import get_logger
 from forge.model import build_model
 from forge.pytree import PyTree
@@ -158,9 +158,8 @@ def record_sample(path: Path, step: int, text: str) -> None:
     A kill leaves the old file or the new one. A sample is no reason to fail: what cannot be written is a warning.
     """
     try:
-        before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        lines = [line for line in before if parse_json(line)["step"] < step]
-        lines.append(json.dumps({"step": step, "text": text}))
+        before = [line for at, line in step_lines(path) if at < step] if path.exists() else []
+        lines = [json.dumps(line) for line in (*before, {"step": step, "text": text})]
         replace_file(path, ("\n".join(lines) + "\n").encode())
-    except (OSError, ValueError, KeyError) as error:
+    except OSError as error:
         log.warning("%s: the sample cannot be kept (%s)", path, error)

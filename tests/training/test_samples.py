@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from forge.config import JobConfig, ModelConfig
 from forge.data import build_tokenizer
 from forge.errors import ConfigError
+from forge.files import step_lines
 from forge.model import build_model, init_params
 from forge.training.generate import Sampling
 from forge.training.parts import build_parts
@@ -152,7 +153,11 @@ def test_a_sample_takes_the_place_of_those_from_its_step_on(tmp_path):
 def test_a_sample_that_cannot_be_kept_is_a_warning(tmp_path, capsys):
     (tmp_path / "file").touch()
     record_sample(tmp_path / "file" / "samples.jsonl", 1, "text")
-    (tmp_path / "samples.jsonl").write_text("no json\n")
-    record_sample(tmp_path / "samples.jsonl", 1, "text")
-    assert capsys.readouterr().err.count("the sample cannot be kept") == 2
-    assert (tmp_path / "samples.jsonl").read_text() == "no json\n"
+    assert capsys.readouterr().err.count("the sample cannot be kept") == 1
+
+
+def test_what_a_full_disk_left_of_a_sample_does_not_keep_others_from_being_kept(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 1, "text": "one"}\n{"step": 2, "te')
+    record_sample(path, 3, "three")
+    assert [text["text"] for _, text in step_lines(path)] == ["one", "three"]
