@@ -44,7 +44,7 @@ def preset():
 class _Victim:
     """A run that can be started, killed, and started again."""
 
-    def __init__(self, nursery, preset, name, ranks=1, **checkpoint):
+    def __init__(self, nursery, preset, name, ranks=1, tp=1, **checkpoint):
         job = load_config(preset)
         self.nursery, self.ranks, self.run_dir = nursery, ranks, preset.with_name(name)
         self.preset, self.log = preset.with_name(f"{name}.toml"), preset.with_name(f"{name}.log")
@@ -54,6 +54,7 @@ class _Victim:
             run_dir=str(self.run_dir),
             train=evolve(job.train, steps=STEPS, global_batch_size=4, micro_batch_size=2),
             scheduler=WSD(warmup_steps=5),
+            distributed=evolve(job.distributed, tp=tp),
             eval=evolve(job.eval, interval=10, sample_tokens=0),
             data=evolve(job.data, prefetch=3, workers=2),
             checkpoint=evolve(job.checkpoint, interval=3, keep_last_n=2, **checkpoint),
@@ -155,10 +156,11 @@ def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(nursery,
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_that_are_killed_ends_as_if_nothing_had_happened(nursery, preset):
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (4, 2)])
+def test_a_run_of_several_ranks_that_are_killed_ends_as_if_nothing_had_happened(nursery, preset, ranks, tp):
     moments = random.Random(5)
-    expected, seconds = _straight(nursery, preset, ranks=2)
-    run = _Victim(nursery, preset, "killed", ranks=2)
+    expected, seconds = _straight(nursery, preset, ranks=ranks, tp=tp)
+    run = _Victim(nursery, preset, "killed", ranks=ranks, tp=tp)
     met = [_kill_once(run, moments, seconds / 3, in_save=number > 0) for number in range(4)]
     assert all(killed for killed, _ in met) and any(half_done for _, half_done in met)
     _finish(run, expected)
