@@ -1,4 +1,4 @@
-"""`python -m benchmarks.floors`: AdamW's step against the memory's bandwidth, and seconds until a command starts."""
+"""`python -m benchmarks.floors`: the step against its kernels, AdamW against the bandwidth, seconds until a start."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from benchmarks.kernels import Floor, measure_floor
+from benchmarks.regimes import regimes_for
 from benchmarks.report import describe_host, markdown_table, writable_folder
 from benchmarks.step import alternate
 from forge.config import AdamW
@@ -38,7 +40,7 @@ STARTS = {
 
 @frozen
 class Options:
-    """AdamW's step against the memory's bandwidth, and the seconds until a command starts."""
+    """The step against its kernels, AdamW's step against the memory's bandwidth, the seconds until a command starts."""
 
     SECTION: ClassVar[str] = ""
 
@@ -104,9 +106,21 @@ def start_seconds(repeats: int) -> dict[str, float]:
     return {name: median(taken) for name, taken in seconds.items()}
 
 
-def to_markdown(rates: dict[str, float], starts: dict[str, float], host: dict[str, str]) -> str:
+def regime_floors(options: Options, bandwidth: float) -> dict[str, Floor]:
+    """The floor of every regime that AdamW steps in, by name."""
+    regimes = [regime for regime in regimes_for(options.device) if regime.optimizer == "adamw"]
+    return {
+        regime.name: measure_floor(regime, options.device, options.repeats, ADAMW_BYTES, bandwidth)
+        for regime in regimes
+    }
+
+
+def to_markdown(
+    rates: dict[str, float], starts: dict[str, float], floors: dict[str, Floor], host: dict[str, str]
+) -> str:
     """The page."""
-    floor = max(rates[name] for name in STREAMS)
+    floor = bandwidth_of(rates)
+    parts = [[name, *(_ms(part) for part in _parts(found)), *_shares(found)] for name, found in floors.items()]
     steps = [[name, f"{rate / 1e9:.2f}", f"{floor / rate:.2f}x"] for name, rate in rates.items()]
     beyond, helped = starts["import torch, forge"] - starts["import torch"], starts["cli.py --help"]
     shown = [[name, f"{taken:.2f}"] for name, taken in starts.items()]
@@ -116,7 +130,9 @@ def to_markdown(rates: dict[str, float], starts: dict[str, float], host: dict[st
         ["import forge < 0.3 s beyond torch", f"{beyond:.2f} s", met[1]],
         ["--help < 0.5 s", f"{helped:.2f} s", met[2]],
     ]
-    return f"""# Floors: AdamW's bandwidth, and starting
+    head = ["regime", "FLOPs at the GEMM rate", "products", "attention", "AdamW", "their sum", "forge's step",
+            "GEMM rate reached by the sum", "by the step"]  # fmt: skip
+    return f"""# Floors: a step's kernels, AdamW's bandwidth, and starting
 
 Written by `python -m benchmarks.floors`. {host["device"]}; {host["versions"]}; load {host["load"]}.
 
@@ -127,10 +143,34 @@ matrices that no cache holds them.
 
 {markdown_table(["step", "GB/s", "seconds over the floor's"], steps)}
 
+The products and the attention kernels of an eager step are recorded and made again without anything between them,
+products into memory that is there already: with AdamW's bytes they are the least that a step of torch's kernels takes.
+What the step takes beyond their sum are elementwise operators, memory from the system, and Python. Milliseconds, at the
+median of turns taken in one run with a large product, whose rate is the GEMM rate.
+
+{markdown_table(head, parts)}
+
 {markdown_table(["process", "seconds, median"], shown)}
 
 {markdown_table(["target", "measured", "verdict"], targets)}
 """
+
+
+def bandwidth_of(rates: dict[str, float]) -> float:
+    """Bytes a second of the better of `STREAMS`."""
+    return max(rates[name] for name in STREAMS)
+
+
+def _parts(found: Floor) -> tuple[float, ...]:
+    return found.flops, found.products, found.attention, found.optimizer, found.kernels, found.step
+
+
+def _shares(found: Floor) -> tuple[str, str]:
+    return f"{found.flops / found.kernels:.0%}", f"{found.flops / found.step:.0%}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.2f}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -138,7 +178,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = parse(Options, argv, prog="python -m benchmarks.floors")
         out, host = writable_folder(options.out), describe_host(options.device)
-        page = to_markdown(adamw_rates(options), start_seconds(options.repeats), host)
+        rates = adamw_rates(options)
+        floors = regime_floors(options, bandwidth_of(rates))
+        page = to_markdown(rates, start_seconds(options.repeats), floors, host)
     except ForgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status

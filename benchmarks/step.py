@@ -52,7 +52,7 @@ def time_regime(regime: Regime, names: Sequence[str], device: Device, repeats: i
     losses = check_agreement(regime.name, list(judged.values()), MUON_TOLERANCE if regime.optimizer == "muon" else None)
     say(f"{regime.name}: the losses of {AGREEMENT_STEPS} updates agree, the first is {losses[OURS][0]:.5f}")
     del judged, weights
-    product, flops = _matrix_product(device)
+    product, flops = matrix_product(device)
     turns = {name: _turn(runner, regime.steps) for name, runner in sides.items()} | {"gemm": product}
     seconds = alternate(turns, repeats, device, lambda line: say(f"{regime.name}: {line}"))
     return Timings(
@@ -125,7 +125,7 @@ def _turn(runner: Runner, steps: int) -> Callable[[], None]:
     return turn
 
 
-def _matrix_product(device: Device) -> tuple[Callable[[], None], float]:
+def matrix_product(device: Device) -> tuple[Callable[[], None], float]:
     """A turn of large square products in the timed dtype, into memory that is there already; and its FLOPs."""
     size, products = (8192, 20) if device == "cuda" else (2048, 2)
     dtype = torch.bfloat16 if timed_precision(device) == "bf16" else torch.float32

@@ -11,7 +11,7 @@ from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks/ is no installed package
 
-from benchmarks import data, floors, gpu, layouts, presets, scaling, sides, step
+from benchmarks import data, floors, gpu, kernels, layouts, presets, scaling, sides, step
 from benchmarks.__main__ import main, run
 from benchmarks.layout_runs import Measured, Turns
 from benchmarks.memory import peak_memory
@@ -23,6 +23,7 @@ from benchmarks.step import Timings, alternate, check_agreement
 from benchmarks.trainer import trainer_apart, trainer_runner
 from forge.config import load_config
 from forge.errors import ConfigError, RunError
+from forge.metrics.flops import matmul_weights_per_token
 
 MINUSCULE = Regime("minuscule", 61, 32, 2, 2, 8, 2, 2, 2, speed_target=1.0, memory_target=1.0, gemm_target=0.5)
 HOST = {"kind": "cpu-0-cores", "device": "none"}
@@ -275,8 +276,22 @@ def test_both_adamw_of_the_floor_take_the_same_step():
 def test_the_page_of_floors_says_what_is_met():
     rates = {"forge": 9e9, "torch": 10e9, "copy": 8e9, "add": 10e9}
     starts = {"nothing": 0.0, "import torch": 1.0, "import torch, forge": 1.25, "cli.py --help": 0.6}
-    page = floors.to_markdown(rates, starts, {**HOST, "versions": "none", "load": "0"})
+    found = {"small": kernels.Floor(step=0.02, products=0.004, attention=0.001, optimizer=0.003, flops=0.002)}
+    page = floors.to_markdown(rates, starts, found, {**HOST, "versions": "none", "load": "0"})
     assert [row[2] for row in _rows(page, "| target")[2:]] == ["**not met**", "met", "**not met**"]
+    assert _rows(page, "| regime")[2][5:] == ["8.00", "20.00", "25%", "10%"]
+
+
+def test_the_recorded_kernels_are_all_that_a_step_multiplies_and_can_be_made_again():
+    calls = kernels.record_step(MINUSCULE, "cpu")
+    flops = sum(2 * math.prod(args[-2].shape) * args[-1].shape[-1] for _, args, _ in calls["products"])
+    weights = sum(matmul_weights_per_token(job_config(MINUSCULE, "cpu", "fp32").model).values())
+    assert flops == 6 * weights * MINUSCULE.tokens
+    assert len(calls["attention"]) == 2 * MINUSCULE.n_layers
+    _, args, kwargs = calls["products"][0]
+    kwargs["out"].zero_()
+    kernels.again(calls["products"])()
+    torch.testing.assert_close(kwargs["out"], args[0] @ args[1])
 
 
 def test_the_fitted_exponent_is_that_of_the_power_law():
