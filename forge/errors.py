@@ -1,7 +1,8 @@
 """What can go wrong because of what a user asked for, as one line each.
 
-The command line prints the message of a `ForgeError` and exits with status 2; anything else is a bug and
-keeps its traceback.
+The command line prints the message of a `ForgeError` and exits with its `exit_status`: 2 for a mistake, 1 where another
+rank failed, 128 + n for signal n. Memory that runs out is told in one line too; anything else is a bug and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable
 
 
 class ForgeError(Exception):
-    """A mistake of the user's: the message names the thing and the remedy, in one line."""
+    """Something to say in one line, which names the thing and the remedy: mostly a mistake of the user's."""
 
     exit_status = 2
 

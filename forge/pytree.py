@@ -152,14 +152,13 @@ def tree_clone(tree: PyTree) -> PyTree:
 
 
 def tree_equal(left: PyTree, right: PyTree) -> bool:
-    """Same structure and the same bits in every leaf (NaN equals NaN)."""
+    """Same structure and the same bits in every leaf."""
     if tree_structure(left) != tree_structure(right):
         return False
-    return all(
-        a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and _same_nans(a, b)
-        for a, b in zip(tree_leaves(left), tree_leaves(right), strict=True)
-    )
+    pairs = zip(tree_leaves(left), tree_leaves(right), strict=True)
+    return all(a.dtype == b.dtype and a.shape == b.shape and same_bits(a, b) for a, b in pairs)
 
 
-def _same_nans(a: Tensor, b: Tensor) -> bool:
-    return not a.is_floating_point() or torch.equal(a.isnan(), b.isnan())
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal to the last bit, NaNs and signs of zero included."""
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))

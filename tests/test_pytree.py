@@ -57,7 +57,7 @@ def test_a_missing_leaf_is_named():
 
 @given(tree=trees, factor=st.floats(-3, 3, width=32))
 def test_trees_are_a_vector_space(tree, factor):
-    assert tree_equal(tree_sub(tree_add(tree, tree), tree), tree)
+    torch.testing.assert_close(tree_leaves(tree_sub(tree_add(tree, tree), tree)), tree_leaves(tree), rtol=0, atol=0)
     torch.testing.assert_close(tree_leaves(tree_scale(tree, factor)), [leaf * factor for leaf in tree_leaves(tree)])
     assert tree_equal(tree_add(tree, tree_zeros_like(tree)), tree_map(lambda x: x + 0.0, tree))
 
@@ -96,6 +96,9 @@ def test_equality_tells_bits_dtypes_and_structures_apart_and_takes_nan_for_nan()
     assert not tree_equal([torch.ones(1)], [torch.ones(1).double()]) and not tree_equal(
         [torch.ones(1)], {"a": torch.ones(1)}
     )
+    inf, zero = torch.tensor(torch.inf), torch.zeros(())
+    assert not tree_equal(inf, torch.tensor(torch.finfo(torch.float32).max)) and not tree_equal(zero, -zero)
+    assert not tree_equal(zero, torch.zeros(1))
 
 
 def test_absent_fields_are_no_leaves_for_torch_func_either():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forge.checkpoint.layout import Layout
 from forge.checkpoint.load import read_layout, read_whole
+from forge.pytree import same_bits
 
 _CHUNK = 2**22
 """Elements that are compared at a time, in fp64."""
@@ -44,11 +45,6 @@ def diff_checkpoints(a: Path, b: Path) -> Generator[TensorDiff, None, None]:
             yield TensorDiff(name, False, kinds)
             continue
         yield _diff(name, kinds, read_whole(a, left, name), read_whole(b, right, name))
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal to the last bit, NaNs and signs of zero included."""
-    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 def _kind(layout: Layout, name: str) -> str:

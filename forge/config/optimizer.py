@@ -1,7 +1,7 @@
 """The `optimizer` section: one class an optimizer, each with its own defaults.
 
-`--optimizer.name` (or `name` in TOML) chooses the class. Weight decay is decoupled in all of them and acts on hidden
-matrices only: no norm, bias or embedding.
+`--optimizer.name` (or `name` in TOML) chooses the class. Weight decay is decoupled in all of them and acts on
+matrices only (hidden, routers, head): no norm, bias or embedding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AdamW:
     eps: float = field(default=1e-8, validator=number(above=0))
     """Added to the root of the second moment."""
     weight_decay: float = field(default=0.1, validator=number(least=0))
-    """Decoupled weight decay of hidden matrices."""
+    """Decoupled weight decay of matrices: hidden, routers, head."""
 
 
 @frozen
@@ -52,11 +52,11 @@ class Muon:
     ns_steps: int = field(default=5, validator=integer(least=1, most=20))
     """Newton-Schulz iterations."""
     ns_dtype: Literal["auto", "fp32", "bf16"] = field(default="auto", validator=one_of("auto", "fp32", "bf16"))
-    """Their arithmetic; bf16 is faster and fills null directions with rounding; auto = bf16 on CUDA, fp32 elsewhere."""
+    """Dtype of the iterations; bf16 is faster, and rounding fills null directions; auto = bf16 on CUDA, else fp32."""
     scaling: Literal["spectral", "rms"] = field(default="spectral", validator=one_of("spectral", "rms"))
     """spectral: sqrt(max(1, rows / cols)) (Jordan); rms: 0.2 sqrt(max(rows, cols)), AdamW's size (Moonshot 2025)."""
     weight_decay: float = field(default=0.1, validator=number(least=0))
-    """Decoupled weight decay of hidden matrices."""
+    """Decoupled weight decay of matrices: hidden, routers, head."""
     adam_lr: float = field(default=3e-4, validator=number(least=0))
     """Peak learning rate of what AdamW trains: embeddings, head, norms, biases."""
     adam_beta1: float = field(default=0.9, validator=_beta)
@@ -102,7 +102,7 @@ class ScheduleFree:
     eps: float = field(default=1e-8, validator=number(above=0))
     """Added to the root of the second moment."""
     weight_decay: float = field(default=0.1, validator=number(least=0))
-    """Decoupled weight decay of hidden matrices, taken at y."""
+    """Decoupled weight decay of matrices (hidden, routers, head), taken at y."""
     warmup_steps: int = field(default=0, validator=integer(least=0))
     """Linear warmup of its own, in updates."""
     r: float = field(default=0.0, validator=number(least=0))
@@ -126,7 +126,7 @@ class SGD:
     nesterov: bool = field(default=False, validator=boolean())
     """Look one momentum step ahead."""
     weight_decay: float = field(default=0.0, validator=number(least=0))
-    """Decoupled weight decay of hidden matrices."""
+    """Decoupled weight decay of matrices: hidden, routers, head."""
 
 
 OptimizerConfig = AdamW | Muon | Lion | ScheduleFree | SGD

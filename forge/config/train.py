@@ -49,7 +49,7 @@ class TrainConfig:
     precision: Literal["auto", "fp32", "bf16"] = field(default="auto", validator=one_of("auto", "fp32", "bf16"))
     """Dtype of the forward and backward pass; auto = bf16 on CUDA, fp32 on a CPU. The loss is always fp32."""
     fp8: bool = field(default=False, validator=boolean())
-    """Products of the blocks' projections in fp8 (pip install 'forge[fp8]'; CUDA of capability 8.9 or newer)."""
+    """Products of the blocks' projections in fp8 (pip install torchao; CUDA of capability 8.9 or newer)."""
     param_dtype: Literal["fp32", "bf16"] = field(default="fp32", validator=one_of("fp32", "bf16"))
     """Dtype of the stored parameters; bf16 ones are updated through fp32 masters in the optimizer state."""
     grad_clip_norm: float | None = field(default=1.0, validator=optional(number(above=0)))
@@ -72,7 +72,8 @@ class TrainConfig:
     deterministic: bool = field(default=False, validator=boolean())
     """Refuse kernels whose result depends on scheduling."""
     max_consecutive_skips: int = field(default=10, validator=integer(least=1))
-    """Updates skipped in a row (a non-finite loss or gradient, or a spike) before the run rolls back or stops."""
+    """Most updates that may be skipped in a row (a non-finite loss or gradient, a spike); after one more the run rolls
+    back or stops, once the flags are read: every metrics.log_interval updates, or this many if they are fewer."""
     spike_sigma: float | None = field(default=None, validator=optional(number(above=0)))
     """Skip updates whose loss or gradient norm exceeds the mean of the window by this many deviations; unset = none."""
     spike_window: int = field(default=128, validator=integer(least=2))

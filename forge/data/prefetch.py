@@ -23,7 +23,7 @@ def prefetch(
     Args:
         batch_at: with one worker, called for one batch after the other in order; with more, for several at once.
         depth: batches kept ready; 0 makes each where it is asked for, without a thread.
-        workers: threads; reading and copying tokens leaves the interpreter free for the others.
+        workers: threads; for sources that wait (a network, a slow disk): where memory is read, one is faster than two.
     """
 
     def made(step: int) -> T:

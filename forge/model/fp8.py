@@ -47,7 +47,7 @@ def apply_fp8(model: Transformer, *, ranks: int = 1, emulate: bool = False) -> N
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
-        raise ConfigError("train.fp8 = true needs torchao: pip install 'forge[fp8]', or leave the key off") from None
+        raise ConfigError("train.fp8 = true needs torchao: pip install torchao, or leave the key off") from None
     convert_to_float8_training(
         model.blocks,
         config=Float8LinearConfig(emulate=emulate),

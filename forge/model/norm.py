@@ -1,4 +1,4 @@
-"""Normalisation: RMSNorm and LayerNorm, both computed in fp32 whatever the input."""
+"""Normalisation: RMSNorm and LayerNorm, both computed in fp32 at least."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ def compile_blocks(model: Transformer, *, experts: bool = True, lean: bool = Fal
     """torch.compile each block in place; blocks of one shape share the compiled code. After checkpointing.
 
     Args:
-        experts: compile their products too. Torch can in bf16 only; without them a block is compiled in two pieces, and
-            one that is recomputed not at all, since a checkpoint takes no piece.
+        experts: compile their products too. Torch can in bf16 only; without them a block is compiled in two pieces,
+            and one under activation checkpointing not at all, since a checkpoint takes whole blocks.
         lean: let C++ instead of Python call the kernels, which saves a twentieth of a small model's step on a CPU.
     """
     for block in model.blocks.children():

@@ -71,7 +71,7 @@ class Transformer(nn.Module):
             counted = document_positions(doc_ids, cut)
         if padding is not None:
             counted = (positions - padding.unsqueeze(1)).clamp(min=0)
-        if past is not None:  # what only fills up a share of the sequence may lie beyond
+        if past is not None:  # what fills up a tensor parallel rank's share may lie beyond
             counted = counted.clamp(max=self.config.max_seq_len - 1)
         x = self._embedded(input_ids, counted) if hidden is None else hidden
         if self.config.position == "rope":

@@ -32,13 +32,11 @@ from forge.data import (
 from forge.data.batch import Batch
 from forge.data.manifest import Split
 from forge.data.stream import HUB_STREAM
+from forge.data.tokenise import Progress
 from forge.errors import DataError
 from forge.training.eval import EvalSet
 from forge.training.progress import counting_progress
 from forge.training.runtime import Runtime
-
-Progress = Callable[[int, int], None]
-"""Called with (documents done, documents in all) while text becomes tokens."""
 
 _Fed = tuple[Batch, Position | None]
 

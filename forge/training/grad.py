@@ -1,4 +1,4 @@
-"""Value and gradient of a global batch: the only seam that knows about devices.
+"""Value and gradient of a global batch: the seam behind which devices and ranks are.
 
     value_and_grad(params, extras, batch) -> (LossSums, grads)
 

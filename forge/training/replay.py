@@ -17,14 +17,13 @@ from typing import Any
 from attrs import define, frozen
 
 from forge.checkpoint import checkpoint_path, checkpoint_step, latest_sound, list_checkpoints, verify_checkpoint
-from forge.checkpoint.diff import same_bits
 from forge.checkpoint.load import read_layout, read_parts
 from forge.config import config_from_dict, config_to_dict, load_config
 from forge.data import Position
 from forge.distributed.shards import local_data
 from forge.errors import CheckpointError, RunError
 from forge.files import step_lines
-from forge.pytree import tree_flatten_named
+from forge.pytree import same_bits, tree_flatten_named
 from forge.resilience import batch_index
 from forge.training.data_pipeline import open_data, open_feed
 from forge.training.entry import starting_state

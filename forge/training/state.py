@@ -18,13 +18,17 @@ __all__ = ["IGNORE", "Batch", "StepResult", "TrainState", "init_state", "is_dona
 @register_node
 @frozen
 class TrainState:
-    """Everything a training run is, and all that a checkpoint holds."""
+    """What updates depend on and change.
+
+    A checkpoint holds it, and beside it the config and notes: the position of a stream, the jumps of rollbacks, the
+    smoothed loss.
+    """
 
     step: Tensor  # int64 (): batches consumed; the schedule and the data position read it
     tokens: Tensor  # int64 (): target tokens trained on
     params: dict[str, Tensor]  # by the module's fully-qualified names
     opt_state: PyTree
-    extras: PyTree  # what learns without a gradient: router biases, spike window, EMA
+    extras: PyTree  # what learns without a gradient: router biases, spike window
 
 
 @register_node

@@ -171,7 +171,7 @@ def evaluate_tasks(
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError:
-        raise ConfigError("--tasks needs lm-evaluation-harness: pip install 'forge[lm-eval]'") from None
+        raise ConfigError("--tasks needs lm-evaluation-harness: pip install lm-eval") from None
     manager = TaskManager(include_path=folder or None)
     for name in names:
         if name not in manager.all_tasks:

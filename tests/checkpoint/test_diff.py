@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from forge.checkpoint import diff as diff_module
 from forge.checkpoint import diff_checkpoints, format_diff, save_checkpoint
-from forge.checkpoint.diff import same_bits
 from forge.config import JobConfig
 from forge.errors import CheckpointError
+from forge.pytree import same_bits
 from forge.training.state import init_state
 
 

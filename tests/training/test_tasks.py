@@ -137,7 +137,7 @@ metric_list: [{{metric: exact_match}}]
 
 
 def test_tasks_of_local_files_have_the_results_of_direct_calculation(run_dir, scorer, tmp_path, monkeypatch):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'forge[lm-eval]'")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     data = _write_tasks(tmp_path)
