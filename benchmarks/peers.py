@@ -110,7 +110,8 @@ def handwritten_step(
         labels = batch.labels[0]
 
         def mean_loss(hidden: Tensor, weight: Tensor, _: list[Any]) -> Tensor:
-            return loss_fn(hidden, weight, labels, None).total / count_targets(labels)
+            with torch.autocast(device, enabled=False):  # the loss mixes dtypes on purpose
+                return loss_fn(hidden.to(dtype), weight.to(dtype), labels, None).total / count_targets(labels)
 
         with _autocast(device, precision):
             loss: Tensor = model(batch.input_ids[0], output=mean_loss)

@@ -40,19 +40,20 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def prune_checkpoints(
-    root: Path, keep_last_n: int, is_milestone: Callable[[int], bool] = lambda step: False
+    root: Path, keep_last_n: int, is_milestone: Callable[[int], bool] = lambda step: False, *, up_to: int | None = None
 ) -> list[Path]:
     """Remove all but the newest `keep_last_n` and the milestones; one that cannot be removed is a warning.
 
     Args:
         is_milestone: step -> whether its checkpoint stays.
+        up_to: leave those of later steps out of account: a run that has passed over them found them damaged.
 
     Returns:
         What was removed.
     """
-    old = list_checkpoints(root)[: -max(1, keep_last_n)]
+    counted = [path for path in list_checkpoints(root) if up_to is None or checkpoint_step(path) <= up_to]
     removed = []
-    for path in [path for path in old if not is_milestone(checkpoint_step(path))]:
+    for path in [path for path in counted[: -max(1, keep_last_n)] if not is_milestone(checkpoint_step(path))]:
         try:
             remove_checkpoint(path)
         except OSError as error:

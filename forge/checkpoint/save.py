@@ -96,12 +96,15 @@ def draft_checkpoint(
     leaves = tree_flatten_named(state)
     final, step, tokens = checkpoint_path(root, int(state.step)), int(state.step), int(state.tokens)
 
-    def plan(held: list[dict[str, Part]]) -> list[tuple[list[str], Layout]]:
-        layout, owned = assign(held)
-        return [(names, layout if rank == 0 else {}) for rank, names in enumerate(owned)]
+    layout: Layout = {}  # stays on rank 0: every answer is padded to the largest
+
+    def plan(held: list[dict[str, Part]]) -> list[list[str]]:
+        found, owned = assign(held)
+        layout.update(found)
+        return owned
 
     held = ranks.together(lambda: {name: part_of(name, leaf) for name, leaf in leaves.items()})
-    names, layout = ranks.agree(held, plan)
+    names = ranks.agree(held, plan)
     own = {name: local_data(leaves[name]) for name in names}
     draft = Draft(final, step, tokens, config, notes or {}, own, layout)
     ranks.together(lambda: _make_folder(draft) if ranks.rank == 0 else None)

@@ -16,6 +16,7 @@ from forge.config.job import JobConfig
 from forge.config.optimizer import OPTIMIZERS, AdamW, OptimizerConfig
 from forge.config.scheduler import SCHEDULERS, Cosine, SchedulerConfig
 from forge.errors import ConfigError, ForgeError, did_you_mean
+from forge.files import replace_file
 
 
 def load_config(path: str | Path) -> JobConfig:
@@ -51,8 +52,12 @@ def parse_toml(path: Path) -> dict[str, Any]:
 
 
 def save_config(config: JobConfig, path: str | Path) -> None:
-    """Write every key that is set, so that `load_config` gives the same config back."""
-    Path(path).write_text(config_to_toml(config), encoding="utf-8")
+    """Write every key that is set, so that `load_config` gives the same config back; the file is whole or as it was.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    replace_file(Path(path), config_to_toml(config).encode())
 
 
 def config_to_toml(config: JobConfig) -> str:

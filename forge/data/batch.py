@@ -31,5 +31,6 @@ class Batch:
         return tree_map(lambda x: x.pin_memory(), self)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
-        """The batch on a device; itself where it is there already."""
-        return tree_map(lambda x: x.to(device, non_blocking=non_blocking), self)
+        """The batch on a device; itself where it is there already. To the CPU it waits, since nothing later would."""
+        ahead = non_blocking and torch.device(device).type != "cpu"
+        return tree_map(lambda x: x.to(device, non_blocking=ahead), self)

@@ -15,8 +15,7 @@ from attrs import frozen
 from forge.errors import DataError
 
 STDLIB = "stdlib"
-JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
-PARQUET = (".parquet",)
+_JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst", ".json.gz", ".json.zst")
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -27,6 +26,16 @@ class Document:
 
     name: str
     text: str
+
+
+def is_json_lines(file: Path) -> bool:
+    """By its name. `.json` alone is text: mostly one value over many lines."""
+    return file.name.lower().endswith(_JSON_LINES)
+
+
+def is_parquet(file: Path) -> bool:
+    """By its name."""
+    return file.name.lower().endswith(".parquet")
 
 
 def find_documents(path: str) -> list[Path]:
@@ -43,9 +52,11 @@ def find_documents(path: str) -> list[Path]:
     if path == STDLIB:
         found = [file for file in _walk(root, _NOT_STDLIB.__contains__) if file.suffix == ".py"]
     elif given.is_dir():
-        found = [file for file in _walk(root, is_hidden) if file.name.endswith(JSON_LINES + PARQUET) or _is_text(file)]
-    elif given.exists():
+        found = [file for file in _walk(root, is_hidden) if is_json_lines(file) or is_parquet(file) or _is_text(file)]
+    elif given.is_file():
         found = [given]
+    elif given.exists():
+        raise DataError(f"{path}: neither a file nor a folder; write its text to a file, and give that")
     else:
         found = matches(path)
     if not found:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from attrs import field, frozen
 
-from forge.data.documents import JSON_LINES, PARQUET, find_documents, relative_name, source_root
+from forge.data.documents import find_documents, is_json_lines, is_parquet, relative_name, source_root
 from forge.data.readers import (
     ROWS_AT_ONCE,
     RUN_BYTES,
@@ -100,9 +100,9 @@ class Files:
         index, record = start
         while index < len(self.files):
             file = self.files[index]
-            if file.name.endswith(JSON_LINES):
+            if is_json_lines(file):
                 yield from self._json_lines(index, record)
-            elif file.name.endswith(PARQUET):
+            elif is_parquet(file):
                 yield from self._parquet(index, record)
             else:
                 end = self._end_of_run(index)
@@ -135,7 +135,8 @@ class Files:
         while (
             end < min(len(self.files), index + _FILES_AT_ONCE)
             and self._ends[end] - self._ends[index] < RUN_BYTES
-            and not self.files[end].name.endswith(JSON_LINES + PARQUET)
+            and not is_json_lines(self.files[end])
+            and not is_parquet(self.files[end])
         ):
             end += 1
         return end

@@ -109,7 +109,7 @@ def _lock(path: Path) -> int:
             path.mkdir(parents=True, exist_ok=True)
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT)
         except (FileNotFoundError, FileExistsError):  # its holder has just removed the folder
-            if path.is_file():
+            if path.is_file() or not path.parent.is_dir():
                 raise
             continue
         try:

@@ -31,13 +31,17 @@ def parallelize(
         if mesh.size("tp") > 1:
             check_tensor_parallel(config, mesh.size("tp"))
             apply_tensor_parallel(model, mesh)
-    if config.train.activation_checkpointing != "none":
-        apply_activation_checkpointing(model, config.train.activation_checkpointing)
+    again = config.train.activation_checkpointing
+    inside = config.train.compile and again == "full" and mesh is not None and mesh.size("tp") > 1
+    if again != "none" and not inside:
+        apply_activation_checkpointing(model, again)
     if config.train.compile:
         lean = mesh is None and not torch.cuda.is_available()
         lean &= not config.profiling.steps  # a trace would show a whole block as one operator
-        lean &= config.train.activation_checkpointing == "none"  # attention computed again cannot be called from C++
-        compile_blocks(model, experts=compute_dtype == torch.bfloat16, lean=lean)
+        lean &= again == "none"  # attention computed again cannot be called from C++
+        compile_blocks(model, experts=compute_dtype == torch.bfloat16, lean=lean, under_checkpoint=inside)
+    if inside:
+        apply_activation_checkpointing(model, "full")
     if mesh is not None:
         model.to(param_dtype)
         apply_fsdp(model, mesh, config.distributed, compute_dtype=compute_dtype, param_dtype=param_dtype)

@@ -91,7 +91,7 @@ class DeviceMemoryMonitor:
         self._snapshot_step = snapshot_step
         self._snapshot_dir = Path(snapshot_dir)
         if snapshot_step is not None and self._device.type == "cuda":
-            torch.cuda.memory._record_memory_history()
+            torch.cuda.memory._record_memory_history(max_entries=100_000)  # the host's memory, too, ends
 
     def report(self, step: int) -> dict[str, float]:
         """`get_memory_stats` of the interval since the last report."""

@@ -44,6 +44,7 @@ class StepMetrics:
     reserved_gb: float = 0.0
     total_gb: float = 0.0
     mem_utilization: float = 0.0  # peak / total
+    skipped: float = 0.0  # updates of the window that were not made
 
 
 class _Step(NamedTuple):
@@ -226,7 +227,14 @@ class MetricsTracker:
             | {f"time/{name}": seconds for name, seconds in apart.items()},
         )
         update = {name: values[name] for name in ("loss", "grad_norm", "lr")}
-        return StepMetrics(**update, **rates, step_time_sec=step_time, **memory, mem_utilization=utilization)
+        return StepMetrics(
+            **update,
+            **rates,
+            step_time_sec=step_time,
+            **memory,
+            mem_utilization=utilization,
+            skipped=float(values.get("skipped", 0)),
+        )
 
     def _by_source(self) -> dict[str, float]:
         """Mean loss and number of tokens of each data source over the window; no loss of one that was not drawn."""

@@ -96,7 +96,7 @@ class Attention(nn.Module):
             q, k = apply_rope(q, rotary), apply_rope(k, rotary)
         if keep is not None:
             k, v = keep(k, v)
-        with self._kernel():
+        with self._kernel() if keep is None else nullcontext():  # with a cache there is a mask, and flash takes none
             mixed = self._mix(q, k, v, mask) if cut is None else self._mix_chunks(q, k, v, mask, cut)
         out: Tensor = self.wo(mixed.transpose(1, 2).flatten(-2))
         return out
@@ -104,8 +104,12 @@ class Attention(nn.Module):
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
         if isinstance(mask, BlockMask):
             return flex_mix(q, k, v, mask, self.scale)
+        grouped = self.heads != self.kv_heads
+        if grouped and mask is not None and q.is_cuda:  # the one fast kernel that takes masks takes no shared heads
+            k, v = (shared.repeat_interleave(q.shape[1] // shared.shape[1], dim=1) for shared in (k, v))
+            grouped = False
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=self.heads != self.kv_heads
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
 
     def _mix_chunks(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cut: SequenceCut) -> Tensor:

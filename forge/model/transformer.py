@@ -36,6 +36,8 @@ class Transformer(nn.Module):
         self.head = None if tied else nn.Linear(config.dim, config.vocab_size, bias=False, device="meta")
         self.cut: SequenceCut | None = None
         """How sequences lie over ranks, where context parallelism cuts them; set from outside."""
+        self.compiled = False
+        """Whether the blocks are, by torch.compile; set from outside."""
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from typing import Any
 from attrs import frozen
 
 from forge.errors import RunError
+from forge.files import replace_file
 from forge.report.curve import Curve, Point
 from forge.report.read import WrittenRun
 
@@ -52,7 +53,7 @@ def write_report(runs: Sequence[WrittenRun], path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render(runs), encoding="utf-8", errors="replace")
+        replace_file(path, render(runs).encode(errors="replace"))
     except OSError as error:
         raise RunError(f"{path}: cannot be written: {error.strerror or error}; choose another --out") from None
 

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGUSR1 ask a run to save and stop; a deadline and a second Ctrl-C end one that does not.
+"""SIGINT, SIGTERM, SIGHUP and SIGUSR1 ask a run to save and stop; a deadline and a second Ctrl-C end one that does not.
 
 Python handles a signal when the main thread comes back from what it is in, which may be a collective that never ends.
 So a thread reads the signals as well, from the pipe that the interpreter writes them to.
@@ -17,7 +17,7 @@ from types import FrameType
 
 from forge.resilience.ending import end_process
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 AT_ONCE_SECONDS = 1.0
 """For the main thread to leave after a second Ctrl-C; then it is ended."""
 
@@ -67,7 +67,8 @@ def catch_signals(
     if threading.current_thread() is not threading.main_thread():
         yield came
         return
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # by nohup
+    before = {number: signal.signal(number, note) for number in SIGNALS if number not in ignored}
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

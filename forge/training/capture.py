@@ -21,6 +21,7 @@ from forge.errors import ConfigError, RunError, did_you_mean
 from forge.files import replace_file
 from forge.model import Transformer
 from forge.model.attention import Attention
+from forge.model.recompute import is_compiled
 from forge.pytree import PyTree
 from forge.training.extras import router_bias
 
@@ -58,7 +59,7 @@ def capture(
     weights = any(name.endswith(_WEIGHTS) for name in names)
     if weights and input_ids.is_cuda and model.config.attention_backend == "flex":
         raise ConfigError("flex_attention makes no weights to capture: build the model with attention_backend = auto")
-    if any(module._compiled_call_impl is not None for module in model.modules()):
+    if is_compiled(model):
         raise ConfigError("capture cannot look into compiled blocks: give it build_model(config), which costs nothing")
     found: dict[str, Tensor] = {}
     with _watched(model, set(names), found):

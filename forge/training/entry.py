@@ -96,7 +96,7 @@ def run_training(
                 print(f"{run_dir}: this run has finished all its {done} steps; --train.steps {2 * done} would go on.")
             return state
         if runtime.leads:
-            save_config(config, run_dir / "config.toml")
+            _save_config(config, run_dir / "config.toml")
         runner.on_train_begin(config, done)
         run = _Run(config, parts, pipeline, step_fn, runner, watchdog)
         with catch_signals(config.checkpoint.stop_within_seconds, watchdog.end) as interruption:
@@ -203,6 +203,13 @@ def _roll_back(run: _Run, failure: TooManySkips, notes: dict[str, Any]) -> tuple
         log.warning("%s: going back to %s and jumping over %d batches", failure.what, saved.name, jumps[-1][1])
         remove_newer(root, checkpoint_step(saved))
     return state, {**notes, "jumps": jumps}
+
+
+def _save_config(config: JobConfig, path: Path) -> None:
+    try:
+        save_config(config, path)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror}; choose another --run-dir") from None
 
 
 def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path | None:

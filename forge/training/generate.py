@@ -118,7 +118,8 @@ def sample(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
     ordered, ids = (logits / sampling.temperature).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if sampling.top_k is not None:
-        keep[:, sampling.top_k :] = False
+        ordered = ordered * (torch.arange(ordered.shape[-1], device=ordered.device) < sampling.top_k)
+        ordered = ordered / ordered.sum(dim=-1, keepdim=True)  # top_p is a share of what top_k has kept
     if sampling.top_p is not None:
         keep &= ordered.cumsum(dim=-1) - ordered < sampling.top_p  # the token that crosses the line is kept
     if sampling.min_p is not None:

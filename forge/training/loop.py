@@ -129,7 +129,8 @@ def _shown(metrics: StepMetrics) -> dict[str, float | str]:
     if metrics.tokens_per_sec:
         rates = {"tok/s": metrics.tokens_per_sec, "mfu": metrics.mfu}
     memory = f"{metrics.peak_gb:.1f}/{metrics.total_gb:.0f}GB"
-    return {"loss": metrics.loss, "lr": metrics.lr, "grad_norm": metrics.grad_norm, **rates, "mem": memory}
+    skipped: dict[str, float | str] = {"skipped": f"{metrics.skipped:.0f}"} if metrics.skipped else {}
+    return {"loss": metrics.loss, "lr": metrics.lr, "grad_norm": metrics.grad_norm, **skipped, **rates, "mem": memory}
 
 
 def _evaluate(state: TrainState, step: int, loop: Loop) -> None:

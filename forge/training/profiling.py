@@ -36,6 +36,8 @@ def profile_window(config: ProfilingConfig, folder: Path) -> Generator[Callable[
             stop()
             return
         if running is None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # what earlier steps have launched is none
             running = profile(activities=activities)
             running.start()
         if mark is not None:

@@ -21,6 +21,7 @@ from forge.model.block import BlockOutput
 from forge.model.cache import Cache
 from forge.model.head import head_logits
 from forge.model.moe import MoE
+from forge.model.recompute import is_compiled
 from forge.pytree import PyTree
 from forge.training.extras import router_bias
 from forge.training.grad_sharded import lent
@@ -50,12 +51,13 @@ def open_reader(
         model: whole, or this rank's part of one as `parallelize` made it.
         params: those to read with; ones that the module does not hold are lent to it.
         extras: the state's, for the routers' biases.
-        compute_dtype: of the hidden states between pipeline stages.
+        compute_dtype: of the forward pass.
     """
     with without_capacity(model), _eagerly(model):
         if mesh is None:
             assert isinstance(model, Transformer)
-            yield torch.no_grad()(partial(_read_alone, model, params, extras))
+            computed = {name: p.to(compute_dtype) for name, p in params.items()}
+            yield torch.no_grad()(partial(_read_alone, model, computed, extras))
             return
         with torch.no_grad(), lent(model, dict(model.named_parameters()), params):
             yield torch.no_grad()(partial(_read_together, model, extras, mesh, compute_dtype))
@@ -117,8 +119,7 @@ def _whole_logits(rows: Tensor, mesh: Mesh, vocab_size: int) -> Tensor:
 
 def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
     """Blocks that are compiled, run as they are: each length of the cache would be compiled anew."""
-    compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from forge.checkpoint import AsyncSaver, prune_checkpoints, save_checkpoint
+from forge.checkpoint import AsyncSaver, checkpoint_step, prune_checkpoints, save_checkpoint
 from forge.config import JobConfig
 from forge.errors import CheckpointError
 from forge.logging import get_logger
@@ -58,9 +58,10 @@ def build_save(
         where = {} if feed.position is None else {"stream": feed.position}
         return {"loss_ema": list(tracker.ema_state()), **fixed_notes, **where}
 
-    def remove_old(_: Path) -> None:
+    def remove_old(saved: Path) -> None:
         if runtime.leads:
-            prune_checkpoints(root, config.checkpoint.keep_last_n, config.checkpoint.is_milestone)
+            kept, is_milestone = config.checkpoint.keep_last_n, config.checkpoint.is_milestone
+            prune_checkpoints(root, kept, is_milestone, up_to=checkpoint_step(saved))
 
     def save(state: TrainState, final: bool, prune: bool) -> Path:
         then = remove_old if prune else lambda _: None

@@ -217,6 +217,13 @@ def test_pruning_keeps_the_newest_and_the_milestones(steps, keep_last_n, keep_ev
     assert kept == newest | {step for step in steps if (keep_every and step % keep_every == 0) or step in early}
 
 
+def test_pruning_takes_no_later_step_into_account_than_that_of_the_run(tmp_path):
+    for step in (5, 10, 15, 20, 30):  # 20 and 30 were damaged, and the run went on from 10
+        checkpoint_path(tmp_path, step).mkdir()
+    prune_checkpoints(tmp_path, 2, up_to=15)
+    assert [checkpoint_step(path) for path in list_checkpoints(tmp_path)] == [10, 15, 20, 30]
+
+
 def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, caplog):
     for step in (1, 2, 3):
         checkpoint_path(tmp_path, step).mkdir()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partialmethod
+from functools import partial, partialmethod
 from unittest import mock
 
 import pytest
@@ -141,16 +141,24 @@ def _refusal():
             return str(error)
 
 
-def _compiled():
-    """The curve of compiled blocks, without the time that kernels take to make."""
-    with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
-        return train(_job(train=evolve(FEW, compile=True, activation_checkpointing="selective")), TP2)
+def _compiled(mode):
+    """The curve of compiled blocks under activation checkpointing, without the time that kernels take to make."""
+    quick = partialmethod(nn.Module.compile, backend="aot_eager")
+    with (
+        mock.patch.object(nn.Module, "compile", quick),
+        mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")),
+    ):
+        return train(_job(train=evolve(FEW, compile=True, activation_checkpointing=mode)), TP2)
 
 
 def _on_ranks(world_size):
     curves = {case: train(JOBS[case[1]], LAYOUTS[case[0]]) for case in CASES if _ranks(case[0]) == world_size}
     if world_size == 2:
-        return curves, {"evaluated": _evaluate(TP2), "refused": _refusal(), "compiled": _compiled()}
+        return curves, {
+            "evaluated": _evaluate(TP2),
+            "refused": _refusal(),
+            "compiled": [_compiled(mode) for mode in ("selective", "full")],
+        }
     return curves, {"evaluated": _evaluate(TP2), "parts": _parts_of_rank()}
 
 
@@ -189,7 +197,8 @@ def _without_key_bias(params):
 def test_compiled_blocks_train_what_is_below_them_too(ranks):
     expected = train(_job())
     for _, found in ranks[2]:
-        assert_same_curve(found["compiled"], expected)
+        for curve in found["compiled"]:
+            assert_same_curve(curve, expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -126,7 +126,7 @@ def test_one_snapshot_is_taken_at_the_first_report_from_its_step_on(gpu, tmp_pat
         monitor.report(step)
     path = str(tmp_path / "snapshots" / "memory_step_00000020_rank_0.pickle")
     assert [entry for entry in gpu if entry[0] != "reset"] == [
-        ("record", {}),
+        ("record", {"max_entries": 100_000}),
         ("dump", path),
         ("record", {"enabled": None}),
     ]

@@ -345,5 +345,5 @@ def test_backends_of_the_config_write_into_the_run_folder(tmp_path):
 def test_step_metrics_are_a_pytree_of_plain_floats():
     tracker, _, clock = _tracker()
     found = _run(tracker, clock, [1, 2, 3])[-1]
-    assert len(tree_leaves(found)) == 11 and all(type(leaf) is float for leaf in tree_leaves(found))
+    assert len(tree_leaves(found)) == 12 and all(type(leaf) is float for leaf in tree_leaves(found))
     assert tree_map(lambda leaf: leaf * 0, found) == StepMetrics()

@@ -88,7 +88,7 @@ def test_only_linear_layers_take_fp8():
 def test_without_torchao_the_package_to_install_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(ConfigError, match=r"train\.fp8 = true needs torchao: pip install 'forge\[fp8\]'"):
+    with pytest.raises(ConfigError, match=r"train\.fp8 = true needs torchao: pip install torchao"):
         apply_fp8(build_model(MODEL))
 
 

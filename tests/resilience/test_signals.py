@@ -13,7 +13,7 @@ import pytest
 from forge.resilience import catch_signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_is_noted(number):
     with catch_signals() as came:
         assert not came

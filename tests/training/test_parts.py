@@ -142,6 +142,15 @@ def test_bf16_weights_have_fp32_masters():
     assert any(torch.equal(leaf.bfloat16(), state.params["embed.weight"]) for leaf in masters)
 
 
+@pytest.mark.parametrize(("precision", "width", "least"), [("fp32", 18, 4), ("bf16", 20, 8)])
+def test_experts_of_a_width_that_their_product_does_not_take_are_refused(precision, width, least):
+    moe = MoEConfig(n_experts=4, expert_hidden_dim=width)
+    job = evolve(JOB, model=evolve(MODEL, moe=moe), train=evolve(JOB.train, precision=precision))
+    with pytest.raises(ConfigError, match=f"width on each rank = {width} is no multiple of {least}, as experts need"):
+        _parts(job)
+    _run(evolve(job, model=evolve(MODEL, moe=evolve(moe, expert_hidden_dim=24))), 1)
+
+
 def test_a_freeze_pattern_that_matches_nothing_is_refused_before_anything_is_made():
     job = evolve(JOB, optimizer=AdamW(), train=evolve(JOB.train, freeze=(FreezeStage(("blocks.7.*",), True, 5),)))
     with pytest.raises(ConfigError, match=r"'blocks\.7\.\*' matches no parameter"):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forge.config import AdamW
 from forge.pytree import PyTree
-from forge.training.optimizer.core import Optimizer, Params, bias_correction, scalar_zeros, wide, zeros
+from forge.training.optimizer.core import Optimizer, Params, bias_correction, root, scalar_zeros, wide, zeros
 from forge.training.optimizer.roles import Role, decayed_names
 
 
@@ -33,9 +33,9 @@ def build_adamw(beta1: float, beta2: float, eps: float, weight_decay: float, dec
             mu[name] = beta1 * mu[name] + (1 - beta1) * g
             nu[name] = beta2 * nu[name] + (1 - beta2) * g * g
             corrected = mu[name] / bias_correction(beta1, count[name])
-            root = (nu[name] / bias_correction(beta2, count[name])).sqrt()
+            size = root(nu[name] / bias_correction(beta2, count[name]))
             kept = 1 - lr * weight_decay if name in decayed else 1.0
-            new[name] = (params[name] * kept - lr * corrected / (root + eps)).to(params[name].dtype)
+            new[name] = (params[name] * kept - lr * corrected / (size + eps)).to(params[name].dtype)
         return new, {"mu": mu, "nu": nu, "count": count}
 
     def update_(grads: Params, opt_state: PyTree, params: Params, lr: Tensor, scale: Tensor, ok: Tensor) -> None:

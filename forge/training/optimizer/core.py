@@ -127,6 +127,12 @@ def bias_correction(beta: float, count: Tensor) -> Tensor:
     return -torch.expm1(count * (math.log(beta) if beta else -math.inf))
 
 
+def root(moment: Tensor) -> Tensor:
+    """The square root, with gradient 0 where the moment is 0: who differentiates an update must not divide by it."""
+    positive = moment > 0
+    return torch.where(positive, torch.where(positive, moment, 1.0).sqrt(), 0.0)
+
+
 def gated(grads: list[Tensor], scale: Tensor, ok: Tensor) -> list[Tensor]:
     """Gradients times `scale`, and zero where `ok` is false, whatever they held; in place where they are wide."""
     grads = [grad.to(wide(grad)) for grad in grads]

@@ -17,6 +17,7 @@ from forge.training.optimizer.core import (
     bias_correction,
     gated,
     keep_unless,
+    root,
     scalar_zeros,
     wide,
     zeros,
@@ -54,7 +55,7 @@ def schedule_free(config: ScheduleFree, roles: dict[str, Role]) -> Optimizer:
             y, g = params[name], grad.to(nu[name].dtype)
             count[name], total[name], step_lr, share = advance(count[name], total[name], lr)
             nu[name] = beta2 * nu[name] + (1 - beta2) * g * g
-            step = g / ((nu[name] / bias_correction(beta2, count[name])).sqrt() + config.eps)
+            step = g / (root(nu[name] / bias_correction(beta2, count[name])) + config.eps)
             if name in decayed:
                 step = step + config.weight_decay * y
             moved = y + share * (z[name] - y) - step_lr * (1 - beta1 * (1 - share)) * step

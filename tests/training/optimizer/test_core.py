@@ -264,3 +264,19 @@ def test_clipping_a_bf16_gradient_is_done_in_fp32(donate):
 @given(beta=st.sampled_from([0.0, 0.5, 0.9, 0.95, 0.999, 0.999999]), count=st.integers(1, 100_000))
 def test_bias_correction_is_exact_to_fp32(beta, count):
     assert bias_correction(beta, torch.tensor(float(count))).item() == pytest.approx(1 - beta**count, rel=1e-6)
+
+
+@pytest.mark.parametrize("config", [AdamW(), ScheduleFree()], ids=lambda config: config.name)
+def test_updates_can_be_differentiated_where_a_second_moment_is_zero(config):
+    params = {"embed.weight": torch.ones(3, 2), "blocks.0.mlp.w_up.weight": torch.ones(2, 2)}
+    optimizer = build_optimizer(config, parameter_roles(params))
+    grads = {name: torch.zeros_like(p) for name, p in params.items()}
+    grads["embed.weight"][0] = 1.0  # the other rows' tokens did not come
+
+    def after_two(lr):
+        new, state = dict(params), optimizer.init(params)
+        for _ in range(2):
+            new, state = optimizer.update({name: g * new[name] for name, g in grads.items()}, state, new, lr)
+        return sum(p.sum() for p in new.values())
+
+    assert torch.func.grad(after_two)(torch.tensor(0.1)).isfinite()
