@@ -10,10 +10,10 @@ import torch
 from attrs import frozen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.peers import batches, forge_step, initial_weights
+from benchmarks.peers import batches, forge_step
 from benchmarks.regimes import Device, Regime, job_config, timed_precision
 from benchmarks.step import alternate, matrix_product
-from forge.metrics import count_flops_per_token
+from forge.metrics import count_flops_per_token, count_parameters
 
 PRODUCTS, ATTENTION = "products", "attention"
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -90,11 +90,10 @@ def measure_floor(regime: Regime, device: Device, repeats: int, bytes_per_param:
     recorded = {kind: again(calls) for kind, calls in record_step(regime, device).items()}
     taken = alternate({"step": take, **recorded, "gemm": product}, repeats, device, lambda line: None)
     seconds = {name: median(turns) for name, turns in taken.items()}
-    params = sum(weight.numel() for weight in initial_weights(regime).values())
     return Floor(
         seconds["step"],
         seconds[PRODUCTS],
         seconds[ATTENTION],
-        optimizer=params * bytes_per_param / bandwidth,
+        optimizer=count_parameters(config.model).total * bytes_per_param / bandwidth,
         flops=count_flops_per_token(config.model, regime.seq_len) * regime.tokens * seconds["gemm"] / flops,
     )

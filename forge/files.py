@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,14 @@ def replace_file(path: Path, content: bytes) -> None:
         OSError: it cannot be written; the old one is as it was.
     """
     aside = path.with_name(_ASIDE)
-    aside.write_bytes(content)
-    sync_file(aside)
-    aside.replace(path)
+    try:
+        aside.write_bytes(content)
+        sync_file(aside)
+        aside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
 
 
 def sync_file(path: Path) -> None:

@@ -24,6 +24,13 @@ def test_what_cannot_be_replaced_stays(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
+def test_a_file_that_cannot_take_its_place_leaves_nothing_beside_it(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        replace_file(tmp_path / "folder", b"new")
+    assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
+
+
 def test_syncing_changes_nothing_and_needs_something_to_sync(tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     sync_file(tmp_path / "file")

@@ -64,9 +64,9 @@ def _opened(file: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
     with raw:
-        if file.name.endswith(".gz"):
+        if file.suffix.lower() == ".gz":
             yield raw, io.BufferedReader(gzip.GzipFile(fileobj=raw), RUN_BYTES)
-        elif file.name.endswith(".zst"):
+        elif file.suffix.lower() == ".zst":
             yield raw, io.BufferedReader(_Blocks(_zstd_blocks(raw, needed("zstandard", str(file)))), RUN_BYTES)
         else:
             yield raw, raw

@@ -22,7 +22,10 @@ from forge.model.recompute import apply_activation_checkpointing, compile_blocks
 def parallelize(
     model: Transformer, config: JobConfig, mesh: Mesh | None, *, compute_dtype: torch.dtype, param_dtype: torch.dtype
 ) -> None:
-    """FP8, CP, EP, TP, recomputation, compilation, FSDP2, in this order and in place; without a mesh the local ones."""
+    """FP8, CP, EP, TP, recomputation, compilation, FSDP2, in this order and in place; without a mesh the local ones.
+
+    Full recomputation under TP comes after compilation: torch cannot compile a checkpoint with DTensors inside.
+    """
     if config.train.fp8:
         apply_fp8(model, ranks=1 if mesh is None else mesh.size("tp"))
     if mesh is not None:

@@ -150,3 +150,17 @@ def test_a_dataset_that_cannot_be_had_is_one_line_that_names_it(tmp_path, monkey
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"hf:a/b: reading it needs the package datasets: pip install datasets"):
         find_source("hf:a/b", "text")
+
+
+@pytest.mark.parametrize("name", ["rows.ndjson", "ROWS.JSONL", "Rows.Ndjson.gz", "ROWS.JSONL.GZ"])
+def test_json_lines_are_known_by_every_usual_name(tmp_path, name):
+    rows = _lines(["one", "two"])
+    (tmp_path / name).write_bytes(gzip.compress(rows) if name.lower().endswith(".gz") else rows)
+    for path in (tmp_path, tmp_path / name):
+        assert [document.text for document in _documents(find_source(str(path), "text"))] == ["one", "two"]
+
+
+def test_what_is_neither_a_file_nor_a_folder_is_refused_and_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe: neither a file nor a folder"):
+        find_source(str(tmp_path / "pipe"), "text")

@@ -372,6 +372,20 @@ def _without_targets(*indices):
     return change
 
 
+def test_skipped_updates_are_told_where_the_run_is_told(job, monkeypatch, capsys):
+    _with_data(monkeypatch, _without_targets(2))
+    run_training(job)
+    said = capsys.readouterr().out
+    assert re.search(r"\[step 3\].* skipped=1 ", said) and said.count("skipped=") == 1
+
+
+def test_a_config_that_cannot_be_written_is_one_line(job):
+    path = Path(job.run_dir) / "config.toml"
+    path.mkdir(parents=True)
+    with pytest.raises(RunError, match=r"config\.toml: cannot be written: .*; choose another --run-dir"):
+        run_training(job)
+
+
 def _rolling(job, **train):
     return evolve(job, train=evolve(TRAIN, **{"steps": 12, "max_consecutive_skips": 2, **train}))
 

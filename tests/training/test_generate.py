@@ -116,6 +116,14 @@ def test_limits_keep_the_likeliest_only(sampling, kept):
     assert {likeliest_first.index(token) for token in sample(logits, sampling, draws).tolist()} == kept
 
 
+def test_top_p_is_a_share_of_what_top_k_keeps():
+    """As transformers' TopKLogitsWarper and TopPLogitsWarper one after the other."""
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(100, 4)
+    draws = torch.linspace(0, 0.99, 100, dtype=torch.float64)
+    assert set(sample(logits, Sampling(top_k=2, top_p=0.5), draws).tolist()) == {0}
+    assert set(sample(logits, Sampling(top_p=0.5), draws).tolist()) == {0, 1}
+
+
 def test_tokens_are_drawn_as_often_as_they_are_likely():
     chances = torch.tensor([0.15, 0.5, 0.05, 0.3])
     draws = torch.linspace(0, 1, 10001, dtype=torch.float64)[:-1]
