@@ -16,6 +16,7 @@ from forge.distributed.tensor_parallel import apply_tensor_parallel, check_tenso
 from forge.model import Transformer
 from forge.model.fp8 import apply_fp8
 from forge.model.init import init_tensor
+from forge.model.moe import check_expert_widths
 from forge.model.recompute import apply_activation_checkpointing, compile_blocks
 
 
@@ -34,6 +35,7 @@ def parallelize(
         if mesh.size("tp") > 1:
             check_tensor_parallel(config, mesh.size("tp"))
             apply_tensor_parallel(model, mesh)
+    check_expert_widths(config.model, compute_dtype, 1 if mesh is None else mesh.size("tp"))
     again = config.train.activation_checkpointing
     inside = config.train.compile and again == "full" and mesh is not None and mesh.size("tp") > 1
     if again != "none" and not inside:

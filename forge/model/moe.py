@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge.config import ModelConfig
+from forge.errors import ConfigError
 from forge.model.mlp import ACTIVATIONS, MLP
 from forge.model.sequence import SequenceCut
 
@@ -113,6 +114,28 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x (N, dim), the tokens of expert e being rows ends[e-1]..ends[e] (int32 (E,)) -> (N, dim)."""
         return grouped_mlps(x, ends, self.w_gate, self.w_up, self.w_down, self.activation)
+
+
+def check_expert_widths(config: ModelConfig, dtype: torch.dtype, ranks: int = 1) -> None:
+    """Refuse widths that torch's grouped product does not take: its rows are of whole 16 bytes.
+
+    Args:
+        dtype: of the products.
+        ranks: over which tensor parallelism cuts the experts' hidden width.
+
+    Raises:
+        ConfigError: names the width.
+    """
+    if not config.moe.n_experts:
+        return
+    multiple = 16 // dtype.itemsize
+    widths = {"model.dim": config.dim, "the experts' width on each rank": config.expert_width // ranks}
+    for name, width in widths.items():
+        if width % multiple:
+            raise ConfigError(
+                f"{name} = {width} is no multiple of {multiple}, as experts need in {dtype}: change model.dim or"
+                " model.moe.expert_hidden_dim"
+            )
 
 
 def grouped_mlps(

@@ -13,7 +13,6 @@ from forge.config import JobConfig
 from forge.distributed.parallelize import allocate, materialize, parallelize, parallelize_stages
 from forge.distributed.pipeline import Stages, build_pipeline_norm
 from forge.distributed.shards import as_sharded, local_data, sharded_norm
-from forge.errors import ConfigError
 from forge.model import Transformer, build_model, init_params
 from forge.model.fp8 import check_fp8
 from forge.pytree import PyTree
@@ -86,27 +85,11 @@ def _parallelized(model: Transformer, config: JobConfig, runtime: Runtime) -> Tr
     """The model in this process's layout; a pipeline rank has its stages only."""
     if config.train.fp8:
         check_fp8(runtime.device, runtime.compute_dtype)
-    _check_expert_widths(config, runtime)
     dtypes = {"compute_dtype": runtime.compute_dtype, "param_dtype": runtime.param_dtype}
     if runtime.mesh is not None and runtime.mesh.size("pp") > 1:
         return parallelize_stages(model, config, runtime.mesh, **dtypes)
     parallelize(model, config, runtime.mesh, **dtypes)
     return model
-
-
-def _check_expert_widths(config: JobConfig, runtime: Runtime) -> None:
-    """torch's grouped product takes rows of whole 16 bytes."""
-    if not config.model.moe.n_experts:
-        return
-    ranks = 1 if runtime.mesh is None else runtime.mesh.size("tp")
-    multiple = 16 // runtime.compute_dtype.itemsize
-    widths = {"model.dim": config.model.dim, "the experts' width on each rank": config.model.expert_width // ranks}
-    for name, width in widths.items():
-        if width % multiple:
-            raise ConfigError(
-                f"{name} = {width} is no multiple of {multiple}, as experts need in {runtime.compute_dtype}: change"
-                " model.dim or model.moe.expert_hidden_dim"
-            )
 
 
 def _eval_step(config: JobConfig, runtime: Runtime, model: Transformer | Stages) -> EvalStep:

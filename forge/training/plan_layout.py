@@ -20,6 +20,7 @@ from forge.distributed.mesh import DATA_DIMS, mesh_sizes
 from forge.distributed.pipeline import check_pipeline, stage_layers, stages_a_rank
 from forge.distributed.tensor_parallel import check_tensor_parallel
 from forge.model import build_model
+from forge.model.moe import check_expert_widths
 
 Shape = tuple[int, ...]
 
@@ -151,6 +152,7 @@ def build_layout(config: JobConfig, gpus: int, compute_dtype: torch.dtype, param
         check_experts(config.model.moe, sizes["ep"])
     if sizes["tp"] > 1:
         check_tensor_parallel(config, sizes["tp"])
+    check_expert_widths(config.model, compute_dtype, sizes["tp"])
     if sizes["pp"] > 1:
         check_pipeline(config, layout.data_ranks)
     config.accumulation_steps(layout.data_ranks)

@@ -13,6 +13,21 @@ import pytest
 from forge.resilience import catch_signals
 
 
+@pytest.fixture(autouse=True)
+def _no_nohup():
+    """The suite may itself have been started with SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_an_ignored_hangup_stays_ignored():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with catch_signals() as came:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not came
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_is_noted(number):
     with catch_signals() as came:

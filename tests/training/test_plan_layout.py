@@ -23,7 +23,7 @@ from tests.distributed.ranks import fake_rank
 
 MODEL = ModelConfig(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=72, max_seq_len=32, ffn_hidden_dim=48, bias=True,
-    qk_norm=True, moe=MoEConfig(n_experts=4, n_shared_experts=1, expert_hidden_dim=24, frequency=2),
+    qk_norm=True, moe=MoEConfig(n_experts=4, n_shared_experts=1, expert_hidden_dim=32, frequency=2),
 )  # fmt: skip
 TRAIN = TrainConfig(steps=6, seq_len=32, global_batch_size=2**6 * 9, micro_batch_size=1, device="cpu")
 JOB = JobConfig(model=MODEL, train=TRAIN, optimizer=AdamW())
