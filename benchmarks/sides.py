@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from benchmarks.apart import Drive, apart
 from benchmarks.peers import Build, forge_runner, handwritten_runner, transformers_runner
 from benchmarks.regimes import Regime
-from benchmarks.trainer import trainer_apart, trainer_runner
+from benchmarks.trainer import drive_trainer, trainer_runner
 from forge.errors import ConfigError
 
 OURS, FLOOR = "forge", "hand-written"
@@ -23,8 +24,10 @@ SIDES: dict[str, Build] = {
     OURS: forge_runner,
 }
 """In the order of their turns."""
-TIMED = SIDES | {"trainer": trainer_apart}
-"""The same where they are timed."""
+APART: dict[str, Drive] = {"trainer": drive_trainer}
+"""Those that are timed in a process of their own, as they run there."""
+TIMED = SIDES | {name: apart(name) for name in APART}
+"""All sides where they are timed."""
 
 
 def choose(asked: str, regime: Regime) -> tuple[list[str], list[str]]:

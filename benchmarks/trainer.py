@@ -1,43 +1,32 @@
 """`transformers.Trainer` behind the interface of the peers: its own loop, let go one update, or several, at a time.
 
-For its memory the loop runs on a thread of this process, which needs no more than that. It is timed in a process of its
-own: two threads that compute have a pool of OpenMP threads each, more than there are cores, and libgomp then lets all
-of them sleep between any two operators; a small step of every side would take three times as long.
+For its memory the loop runs on a thread of this process, which needs no more than that. It is timed on the main thread
+of a process apart: two threads that compute have a pool of OpenMP threads each, more than there are cores, and libgomp
+then lets all of them sleep between any two operators; a small step of every side would take three times as long.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from itertools import islice
-from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any
+from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from benchmarks.peers import BATCHES, Runner, batches, build_transformers, initial_weights, plain_optimizers
+from benchmarks.apart import Tell, Wait
+from benchmarks.peers import BATCHES, Runner, batches, build_transformers, plain_optimizers
 from benchmarks.regimes import Device, Precision, Regime, job_config
 from forge.data.batch import IGNORE
 from forge.errors import RunError
 
 UPDATES = 10**6
 """More than are ever taken: the loop ends when it is told to."""
-
-
-Wait = Callable[[], bool]
-"""Returns when the next update may begin: whether there is one."""
-Tell = Callable[[Tensor], None]
-"""Is given the loss of each update, detached."""
 
 
 class _Rows(Dataset[dict[str, Tensor]]):
@@ -86,43 +75,6 @@ class _Loop:
         return result
 
 
-class _Process:
-    """A `Trainer.train()` in a process that is told how many updates to take; it ends when this object is gone."""
-
-    def __init__(self, question: dict[str, Any]) -> None:
-        command = [sys.executable, "-m", "benchmarks.trainer"]
-        self.lines = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process writes to it)
-        self.child = subprocess.Popen(
-            command, cwd=Path(__file__).parent.parent, text=True, bufsize=1,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.lines,
-        )  # fmt: skip
-        weakref.finalize(self, _end, self.child)
-        self._ask(json.dumps(question))
-
-    def steps(self, count: int) -> Tensor:
-        """Let the loop take some updates, and wait for the loss of the last."""
-        return torch.tensor(float(self._ask(str(count))))
-
-    def _ask(self, line: str) -> str:
-        assert self.child.stdin is not None and self.child.stdout is not None
-        try:
-            self.child.stdin.write(line + "\n")
-            if answer := self.child.stdout.readline():
-                return answer
-        except BrokenPipeError:
-            pass
-        self.child.wait()
-        self.lines.seek(0)
-        raise RunError(f"transformers.Trainer failed: {(self.lines.read().strip().splitlines() or ['no answer'])[-1]}")
-
-
-def _end(child: subprocess.Popen[str]) -> None:
-    assert child.stdin is not None and child.stdout is not None
-    child.stdin.close()
-    child.stdout.close()
-    child.wait()
-
-
 def trainer_runner(
     regime: Regime, device: Device, precision: Precision, weights: Mapping[str, Tensor] | None = None
 ) -> Runner:
@@ -135,37 +87,15 @@ def trainer_runner(
     return Runner("trainer", loop.step)
 
 
-def trainer_apart(
-    regime: Regime, device: Device, precision: Precision, weights: Mapping[str, Tensor] | None = None
-) -> Runner:
-    """`trainer_runner` in a process of its own, from the regime's initial weights whatever `weights`.
+def drive_trainer(
+    regime: Regime, device: Device, precision: Precision, weights: Mapping[str, Tensor] | None, wait: Wait, tell: Tell
+) -> None:
+    """`trainer_runner` on the thread that calls.
 
     Raises:
         RunError: transformers or accelerate is not installed.
     """
-    process = _Process({"regime": attrs.asdict(regime), "device": device, "precision": precision})
-    return Runner("trainer", lambda: process.steps(1), process.steps)
-
-
-def serve(questions: IO[str], answers: IO[str]) -> None:
-    """The process of `trainer_apart`: a question, then counts of updates, each answered by the loss of the last."""
-    question, left = json.loads(questions.readline()), 0
-    answers.write("ready\n")
-
-    def wait() -> bool:
-        nonlocal left
-        if not left:
-            left = int(questions.readline() or 0)
-        return left > 0
-
-    def tell(loss: Tensor) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            answers.write(f"{float(loss)!r}\n")
-
-    regime, device, precision = Regime(**question["regime"]), question["device"], question["precision"]
-    _trainer(regime, device, precision, initial_weights(regime), wait, tell).train()
+    _trainer(regime, device, precision, weights, wait, tell).train()
 
 
 def _trainer(
@@ -226,9 +156,3 @@ def _gated(wait: Wait, tell: Tell, **arguments: Any) -> Any:
     trainer = Told(**arguments, callbacks=[Gate()])
     trainer.remove_callback(PrinterCallback)  # prints a summary where the loop ends
     return trainer
-
-
-if __name__ == "__main__":
-    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
-        os.dup2(2, 1)  # what libraries print goes to stderr
-        serve(sys.stdin, answers)

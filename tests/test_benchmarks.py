@@ -20,7 +20,7 @@ from benchmarks.profiling import profile_step
 from benchmarks.regimes import Regime, job_config, regimes_for
 from benchmarks.report import Result, to_markdown, verdicts, write_report
 from benchmarks.step import Timings, alternate, check_agreement
-from benchmarks.trainer import trainer_apart, trainer_runner
+from benchmarks.trainer import trainer_runner
 from forge.config import load_config
 from forge.errors import ConfigError, RunError
 from forge.metrics.flops import matmul_weights_per_token
@@ -158,15 +158,16 @@ def test_all_sides_follow_the_same_losses_over_ten_updates(kind, monkeypatch):
 def test_the_trainer_on_a_thread_and_in_a_process_take_the_same_updates():
     pytest.importorskip("accelerate")
     thread, process = (
-        build(MINUSCULE, "cpu", "fp32", initial_weights(MINUSCULE)) for build in (trainer_runner, trainer_apart)
+        build(MINUSCULE, "cpu", "fp32", initial_weights(MINUSCULE))
+        for build in (trainer_runner, sides.TIMED["trainer"])
     )
     first = [float(thread.step()) for _ in range(3)]
     assert [float(process.step()), float(process.steps(2))] == [first[0], first[2]]
 
 
 def test_a_trainer_that_fails_in_its_process_is_one_line():
-    process = trainer_apart(evolve(MINUSCULE, n_heads=3), "cpu", "fp32")
-    with pytest.raises(RunError, match=r"transformers.Trainer failed: .*n_heads"):
+    process = sides.TIMED["trainer"](evolve(MINUSCULE, n_heads=3), "cpu", "fp32", None)
+    with pytest.raises(RunError, match=r"trainer failed: .*n_heads"):
         process.step()
 
 
