@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test check bench docs clean
+.PHONY: train test check bench peers docs clean
 
 train: $(VENV)/installed
 	$(BIN)/python cli.py
@@ -19,6 +19,12 @@ check: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
 
+peers: .peers/litgpt/installed .peers/torchtitan/installed
+
+.peers/%/installed: benchmarks/%.txt $(VENV)/installed
+	$(BIN)/pip install --upgrade --no-deps --target $(@D) -r $<
+	touch $@
+
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -28,4 +34,4 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .peers .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -11,11 +11,12 @@ from typing import ClassVar, Literal
 import torch
 from attrs import evolve, field, frozen
 
+from benchmarks.apart import own_version
 from benchmarks.memory import peak_memory
 from benchmarks.profiling import profile_step
 from benchmarks.regimes import Device, Regime, regimes_for
 from benchmarks.report import Result, describe_host, to_markdown, writable_folder, write_report
-from benchmarks.sides import choose
+from benchmarks.sides import LIBRARIES, choose
 from benchmarks.step import Say, time_regime
 from forge.config.checks import integer, optional
 from forge.config.flags import parse
@@ -33,7 +34,7 @@ class Options:
     ] = "all"
     """What to time."""
     peers: str = "all"
-    """Some of transformers,trainer,hand-written, with commas between them; all = all of them that are installed."""
+    """Some of transformers,trainer,litgpt,torchtitan,hand-written, by commas; all = all of them that are installed."""
     repeats: int | None = field(default=None, validator=optional(integer(least=1)))
     """Turns of each side; unset = the regime's own number."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -84,6 +85,8 @@ def run(
     writable_folder(out)
     host, say = describe_host(device), _progress()
     sides = {regime.name: choose(peers, regime) for regime in regimes}
+    taking = {name for chosen, _ in sides.values() for name in chosen}
+    host["versions"] += "".join(f", {name} {own_version(name)}" for name in LIBRARIES if name in taking)
     compiled = any(regime.compiled for regime in regimes)
     host["forge"] = "train.compile = true, block by block" if compiled else "eager"
     results = []

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import attrs
 
+from benchmarks.apart import ROOT, environment
 from benchmarks.regimes import Device, Regime, timed_precision
 from benchmarks.sides import SIDES
 from forge.errors import RunError
 from forge.metrics import get_memory_stats, reset_peak_memory
 
-ROOT = Path(__file__).parent.parent
 STEPS = 3
 GIB = 2**30
 
@@ -40,7 +38,7 @@ def peak_memory(regime: Regime, side: str, device: Device, *, give_back: bool = 
     """
     question = json.dumps({"regime": attrs.asdict(regime), "side": side, "device": device})
     command = [sys.executable, "-m", "benchmarks.memory"]
-    env = os.environ | (_GIVE_BACK if give_back else {})
+    env = environment(side) | (_GIVE_BACK if give_back else {})
     done = subprocess.run(command, input=question, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]

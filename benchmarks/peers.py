@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count, cycle
 from typing import Any
@@ -113,11 +113,11 @@ def handwritten_step(
             with torch.autocast(device, enabled=False):  # the loss mixes dtypes on purpose
                 return loss_fn(hidden.to(dtype), weight.to(dtype), labels, None).total / count_targets(labels)
 
-        with _autocast(device, precision):
+        with autocast(device, precision):
             loss: Tensor = model(batch.input_ids[0], output=mean_loss)
         return loss
 
-    return plain_step(model, config, loss_of, data)
+    return plain_step(dict(model.named_parameters()), config, loss_of, data)
 
 
 def transformers_runner(
@@ -143,24 +143,28 @@ def transformers_step(
 
     def loss_of(batch: Batch) -> Tensor:
         ids = batch.input_ids[0]
-        with _autocast(device, precision):
+        with autocast(device, precision):
             loss: Tensor = model(input_ids=ids, labels=ids).loss  # the model shifts the labels itself
         return loss
 
-    return plain_step(model, config, loss_of, data)
+    return plain_step(dict(model.named_parameters()), config, loss_of, data)
 
 
 def plain_step(
-    model: nn.Module, config: JobConfig, loss_of: Callable[[Batch], Tensor], data: Iterator[Batch]
+    params: Mapping[str, nn.Parameter],
+    config: JobConfig,
+    loss_of: Callable[[Batch], Tensor],
+    data: Iterator[Batch],
+    clip: Callable[[Iterable[Tensor], float], Tensor] = torch.nn.utils.clip_grad_norm_,
 ) -> Callable[[], Tensor]:
     """What one writes by hand: loss, backward, `clip_grad_norm_`, the optimizer, `zero_grad`."""
-    optimizers, max_norm = plain_optimizers(model, config), config.train.grad_clip_norm
+    optimizers, max_norm = plain_optimizers(params, config), config.train.grad_clip_norm
     assert max_norm is not None
 
     def step() -> Tensor:
         loss = loss_of(next(data))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        clip(params.values(), max_norm)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -189,9 +193,7 @@ def build_transformers(model: ModelConfig, weights: Mapping[str, Tensor] | None 
 
 def transformers_weights(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """forge's weights by the names of the modules of transformers, which stacks the experts of a layer again."""
-    family = family_of(model)
-    dense = {name: weight for name, weight in weights.items() if ".mlp.experts." not in name}
-    found = to_family(origins(family, dense), dense)
+    found = published_weights(model, {name: weight for name, weight in weights.items() if ".mlp.experts." not in name})
     found = {name.replace(".block_sparse_moe.", ".mlp."): weight for name, weight in found.items()}
     for layer in range(model.n_layers if model.moe.n_experts else 0):
         ours, theirs = f"blocks.{layer}.mlp.experts", f"model.layers.{layer}.mlp.experts"
@@ -200,14 +202,19 @@ def transformers_weights(model: ModelConfig, weights: Mapping[str, Tensor]) -> d
     return found
 
 
-def plain_optimizers(model: nn.Module, config: JobConfig) -> list[torch.optim.Optimizer]:
+def published_weights(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """forge's weights by the names of the family's files, from which the libraries convert."""
+    return to_family(origins(family_of(model), weights), weights)
+
+
+def plain_optimizers(params: Mapping[str, nn.Parameter], config: JobConfig) -> list[torch.optim.Optimizer]:
     """torch's own optimizers with forge's numbers: fused AdamW, or Muon on hidden matrices and AdamW on the rest."""
     chosen = config.optimizer
     if isinstance(chosen, AdamW):
-        return [plain_adamw(model, config)]
+        return [_fused_adamw(params, chosen)]
     assert isinstance(chosen, Muon)
-    roles = parameter_roles(model)
-    hidden = [p for name, p in model.named_parameters() if roles[name] == "hidden"]
+    roles = parameter_roles(params)
+    hidden = [p for name, p in params.items() if roles[name] == "hidden"]
     muon = torch.optim.Muon(
         hidden,
         lr=chosen.lr,
@@ -217,7 +224,7 @@ def plain_optimizers(model: nn.Module, config: JobConfig) -> list[torch.optim.Op
         ns_steps=chosen.ns_steps,
         adjust_lr_fn="original" if chosen.scaling == "spectral" else "match_rms_adamw",
     )
-    rest = {name: p for name, p in model.named_parameters() if roles[name] != "hidden"}
+    rest = {name: p for name, p in params.items() if roles[name] != "hidden"}
     adam = AdamW(
         lr=chosen.adam_lr,
         beta1=chosen.adam_beta1,
@@ -243,5 +250,6 @@ def _fused_adamw(params: Mapping[str, nn.Parameter], chosen: AdamW) -> torch.opt
     return torch.optim.AdamW(groups, lr=chosen.lr, betas=(chosen.beta1, chosen.beta2), eps=chosen.eps, fused=True)
 
 
-def _autocast(device: Device, precision: Precision) -> AbstractContextManager[Any]:
+def autocast(device: Device, precision: Precision) -> AbstractContextManager[Any]:
+    """Where a side other than forge computes its loss."""
     return torch.autocast(device, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()

@@ -20,7 +20,7 @@ import torch
 from attrs import frozen
 
 from benchmarks.regimes import Device, Regime, job_config, timed_precision
-from benchmarks.sides import FLOOR, OURS, peers_of
+from benchmarks.sides import APART, FLOOR, OURS, peers_of
 from benchmarks.step import AGREEMENT_STEPS, MUON_TOLERANCE, TOLERANCE, Timings
 from forge.errors import RunError
 from forge.metrics import count_flops_per_token
@@ -160,15 +160,18 @@ Written by `python -m benchmarks`.
 """
 _METHOD = f"""## How
 
-The peers run transformers' Llama (sdpa attention), or its Mixtral where there are experts: *transformers* in a plain
-loop of forward with labels, backward, `clip_grad_norm_`, torch's fused AdamW and `zero_grad(set_to_none=True)`;
-*trainer* in the loop of `transformers.Trainer`. *hand-written* is forge's own model and loss in that plain loop: the
-floor of overhead, and no peer. All sides start from the same weights and take the same batches with the same
-optimizer, decay groups and clipping; the losses of {AGREEMENT_STEPS} updates must agree to {TOLERANCE:.0e} of their
-value, in fp32, or nothing is timed. With Muon the others take `torch.optim.Muon`, whose iteration has other
-coefficients and is in bf16 everywhere: there the losses after the first update must agree to {MUON_TOLERANCE:.0e}.
-Routers have no balance loss. Then all sides and a large matrix product take turns in one process. tokens/s are those of
-the median turn and the ratio is that of medians; a paired ratio is the side's seconds over forge's within one round.
+*transformers* is transformers' Llama (sdpa attention), or its Mixtral where there are experts, in a plain loop of
+forward with labels, backward, `clip_grad_norm_`, torch's fused AdamW and `zero_grad(set_to_none=True)`; *trainer* is
+the same model in the loop of `transformers.Trainer`. *litgpt* is litgpt's GPT with its chunked loss, *torchtitan* is
+torchtitan's Llama 3 with its loss and clipping, both in that plain loop. Peers run eagerly; `litgpt pretrain` would
+compile. *hand-written* is forge's own model and loss in that loop: the floor of overhead, and no peer. All sides start
+from the same weights and take the same batches with the same optimizer, decay groups and clipping; the losses of
+{AGREEMENT_STEPS} updates must agree to {TOLERANCE:.0e} of their value, in fp32, or nothing is timed. With Muon the
+others take `torch.optim.Muon`, whose iteration has other coefficients and is in bf16 everywhere: there the losses after
+the first update must agree to {MUON_TOLERANCE:.0e}. Routers have no balance loss.
+Then all sides and a large matrix product take turns: {", ".join(APART)} in a process
+each, the others in one. tokens/s are those of the median turn and the ratio is that of medians; a paired ratio is the
+side's seconds over forge's within one round.
 Memory is that of a process for each side: the peak of a few updates less what was held just before the model was
 built. FLOPs count matmuls, forward and backward, with the query-key pairs that the causal mask lets through."""
 

@@ -103,7 +103,7 @@ def _trainer(
 ) -> Any:
     config = job_config(regime, device, precision)
     model = build_transformers(config.model, weights)
-    (optimizer,) = plain_optimizers(model.to(device), config)
+    (optimizer,) = plain_optimizers(dict(model.to(device).named_parameters()), config)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1.0)
     return _gated(
         wait,
