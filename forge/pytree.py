@@ -90,6 +90,11 @@ def tree_unflatten_named(template: PyTree, leaves: dict[str, Any]) -> PyTree:
     return optree.tree_unflatten(structure, [leaves[path] for path in tree_flatten_named(template)])
 
 
+def wide(tensor: Tensor) -> torch.dtype:
+    """The dtype in which sums of such tensors, and optimizer arithmetic on them, are made: fp32, or fp64 for fp64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def tree_add(left: PyTree, right: PyTree) -> PyTree:
     """Leafwise left + right."""
     return tree_map(torch.add, left, right)

@@ -34,7 +34,7 @@ class MoEConfig:
     norm_topk_prob: bool = field(default=True, validator=boolean())
     """Divide the scores of the chosen experts by their sum, so that they weigh 1 together."""
     capacity_factor: float | None = field(default=None, validator=optional(number(above=0)))
-    """Tokens an expert keeps, as a multiple of tokens * top_k / n_experts, earliest first; unset = no token dropped."""
+    """Tokens an expert keeps in training, as a multiple of tokens * top_k / n_experts, earliest first; unset = all."""
     aux_loss_weight: float | None = field(default=None, validator=optional(number(least=0)))
     """Weight of the Switch balance loss E sum(f P) (Fedus et al. 2021, eq. 4); unset: softmax 0.01, sigmoid 0."""
     router_z_loss_weight: float = field(default=0.0, validator=number(least=0))

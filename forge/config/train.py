@@ -77,7 +77,7 @@ class TrainConfig:
     spike_sigma: float | None = field(default=None, validator=optional(number(above=0)))
     """Skip updates whose loss or gradient norm exceeds the mean of the window by this many deviations; unset = none."""
     spike_window: int = field(default=128, validator=integer(least=2))
-    """Accepted updates in the window; before it is full, nothing is a spike."""
+    """Finite updates in the window, skipped ones included; before it is full, nothing is a spike."""
     max_rollbacks: int = field(default=0, validator=integer(least=0))
     """Times that a run goes back to the checkpoint before too many skips, and on past the data since; 0 = it stops."""
     freeze: tuple[FreezeStage, ...] = field(default=(), validator=each(instance_of(FreezeStage, "a freeze stage")))

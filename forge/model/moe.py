@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +16,9 @@ from forge.config import ModelConfig
 from forge.errors import ConfigError
 from forge.model.mlp import ACTIVATIONS, MLP
 from forge.model.sequence import SequenceCut
+
+TINY = 1e-20
+"""Added to sums of sigmoid scores, all of which can underflow (DeepSeek-V3's reference code)."""
 
 
 class RouterStats(NamedTuple):
@@ -63,10 +67,10 @@ class Router(nn.Module):
             scores = logits.sigmoid()
             preferred = scores if bias is None else scores + bias
             experts = preferred.topk(self.config.top_k, dim=-1).indices
-            shares = scores / scores.sum(dim=-1, keepdim=True)
+            shares = scores / (scores.sum(dim=-1, keepdim=True) + TINY)
         weights = scores.gather(-1, experts)
         if self.config.norm_topk_prob:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
         counts = assignments(experts, self.config.n_experts)
         chosen = experts if everywhere is None else everywhere(experts)
         of_all = counts if everywhere is None else assignments(chosen, self.config.n_experts)
@@ -213,3 +217,16 @@ def balanced_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     """One step of the balancing bias: up by `rate` where an expert got less than the mean load, down where more."""
     load = counts.to(torch.float32)
     return bias + rate * torch.sign(load.mean() - load)
+
+
+@contextmanager
+def without_capacity(model: nn.Module) -> Generator[None, None, None]:
+    """Experts that take every token for as long as the context lasts."""
+    before = [(module, module.capacity_factor) for module in model.modules() if isinstance(module, MoE)]
+    for module, _ in before:
+        module.capacity_factor = None
+    try:
+        yield
+    finally:
+        for module, factor in before:
+            module.capacity_factor = factor

@@ -38,7 +38,12 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., dim)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        weight, bias = self.weight, self.bias
+        if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+            # The CPU's kernel would sum the gradients of weight and bias over the rows in bf16.
+            wide_bias = None if bias is None else bias.float()
+            return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, self.eps).to(x.dtype)
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
 def build_norm(config: ModelConfig) -> nn.Module:

@@ -12,6 +12,7 @@ from forge.config import ModelConfig
 from forge.model.attention import attention_mask
 from forge.model.block import Block, BlockOutput
 from forge.model.cache import Cache
+from forge.model.embedding import Embedding
 from forge.model.head import head_logits
 from forge.model.norm import build_norm
 from forge.model.rope import rotary_table
@@ -27,9 +28,9 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim, device="meta")
+        self.embed: Embedding | None = Embedding(config.vocab_size, config.dim)
         learned = config.position == "learned"
-        self.position_embed = nn.Embedding(config.max_seq_len, config.dim, device="meta") if learned else None
+        self.position_embed = Embedding(config.max_seq_len, config.dim) if learned else None
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.n_layers)})
         self.norm: nn.Module | None = build_norm(config)
         tied = config.tied_embeddings

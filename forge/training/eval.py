@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from forge.errors import DataError
 from forge.model.block import BlockOutput
+from forge.model.moe import without_capacity
 from forge.pytree import PyTree
 from forge.training.extras import router_bias
 from forge.training.grad import total_of
@@ -38,14 +39,19 @@ def build_eval_step(
 
 
 def forward_sums(model: nn.Module, loss_fn: LossFn, extras: PyTree, batch: Batch) -> LossSums:
-    """Sums of all micro-batches under the parameters that the model holds now."""
+    """Sums of all micro-batches under the parameters that the model holds now.
+
+    Experts take every token, as when a text is generated: what a token costs must not depend on its neighbours in the
+    batch.
+    """
     sums = []
     for micro in map(batch.micro, range(batch.labels.shape[0])):
 
         def output(hidden: Tensor, weight: Tensor, _: list[BlockOutput], micro: Batch = micro) -> LossSums:
             return loss_fn(hidden, weight, micro.labels, None)
 
-        sums.append(model(micro.input_ids, micro.doc_ids, output=output, **router_bias(extras)))
+        with without_capacity(model):
+            sums.append(model(micro.input_ids, micro.doc_ids, output=output, **router_bias(extras)))
     return total_of(sums)
 
 

@@ -96,7 +96,7 @@ class _FusedLosses(Function):
         grad_hidden, grad_weight, hidden, weight = ctx.saved_tensors
         # Without a graph of the backward pass there is no second derivative to refuse; compiled code has none either,
         # and Dynamo cannot trace one Function inside another.
-        scale = _Scale.apply if torch.is_grad_enabled() and not torch.compiler.is_compiling() else _scale
+        scale = _Scale.apply if torch.is_grad_enabled() and not torch.compiler.is_compiling() else scaled
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         return (
             scale(grad_total, grad_hidden, hidden, weight) if needs_hidden else None,
@@ -122,18 +122,24 @@ class _FusedLosses(Function):
 _FusedLosses.forward.__signature__ = inspect.signature(_FusedLosses.forward)  # type: ignore[attr-defined]
 
 
-def _scale(factor: Tensor, value: Tensor, *depends_on: Tensor) -> Tensor:
-    return value * factor.to(value.dtype)
+def scaled(factor: Tensor, value: Tensor, *depends_on: Tensor) -> Tensor:
+    """value * factor, fp32 (), in value's dtype; the factor is not rounded to it, which would change every length."""
+    if value.dtype == torch.float32:
+        return value * factor
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return (value.float() * factor).to(value.dtype)
+    # A factor with a dimension makes the product one of fp32, which CUDA rounds as it is written, without a copy.
+    return torch.mul(value, factor.reshape(1), out=torch.empty_like(value))
 
 
 class _Scale(Function):
-    """`_scale`, whose own derivative is refused: value is a gradient whose dependence on its inputs is lost."""
+    """`scaled`, whose own derivative is refused: value is a gradient whose dependence on its inputs is lost."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(factor: Tensor, value: Tensor, *depends_on: Tensor) -> Tensor:
-        return _scale(factor, value)
+        return scaled(factor, value)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:

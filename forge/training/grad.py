@@ -17,7 +17,7 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from forge.model.block import BlockOutput
-from forge.pytree import PyTree, tree_add
+from forge.pytree import PyTree, tree_add, wide
 from forge.training.extras import router_bias
 from forge.training.loss import LossFn, LossSums, check_labels, count_targets
 from forge.training.state import Batch
@@ -42,7 +42,8 @@ def build_value_and_grad(
         model: on the meta device, or anywhere: its own parameters are not read.
         loss_fn: from `build_loss_fn`.
         vocab_size: labels outside it are refused.
-        compute_dtype: dtype of the forward and backward pass; gradients come and accumulate in the parameters' own.
+        compute_dtype: dtype of the forward and backward pass; gradients come in the parameters' own, and
+            accumulate in fp32 at least.
         trainable: names to differentiate; None = all. The others get no gradient and no memory for one.
         transform: `backward` runs autograd on fresh leaves and works with activation checkpointing and compiled
             blocks; `func` uses `torch.func.grad` and so composes with `vmap` and further derivatives.
@@ -136,6 +137,8 @@ def by_backward(objective: Objective) -> Differentiate:
     def differentiate(learned: Params, fixed: Params, micros: list[Micro]) -> tuple[LossSums, Params]:
         leaves = {name: p.detach().requires_grad_() for name, p in learned.items()}
         inputs = list(leaves.values())
+        narrow = {name: leaf for name, leaf in leaves.items() if len(micros) > 1 and wide(leaf) != leaf.dtype}
+        totals: Params = {}
 
         def backward(loss: Tensor) -> None:
             loss.backward(inputs=inputs)
@@ -145,10 +148,22 @@ def by_backward(objective: Objective) -> Differentiate:
             with torch.enable_grad():
                 found = objective({**leaves, **fixed}, micro, backward)
             sums.append(detached(found))
+            _move_gradients(narrow, totals)
+        for name, total in totals.items():
+            leaves[name].grad = total.to(leaves[name].dtype)
         grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
         return total_of(sums), grads
 
     return differentiate
+
+
+def _move_gradients(leaves: Params, totals: Params) -> None:
+    """Add the leaves' gradients to wide totals and take them off: bf16 sums lose what is small beside them."""
+    for name, leaf in leaves.items():
+        if leaf.grad is not None:
+            before = totals.get(name)
+            totals[name] = leaf.grad.to(wide(leaf)) if before is None else before.add_(leaf.grad)
+            leaf.grad = None
 
 
 def by_func(objective: Objective) -> Differentiate:
@@ -164,8 +179,11 @@ def by_func(objective: Objective) -> Differentiate:
     def differentiate(learned: Params, fixed: Params, micros: list[Micro]) -> tuple[LossSums, Params]:
         parts = [gradient(learned, fixed, micro) for micro in micros]
         grads = parts[0][0]
-        for more, _ in parts[1:]:
-            grads = tree_add(grads, more)
+        if len(parts) > 1:
+            grads = {name: grad.to(wide(grad)) for name, grad in grads.items()}
+            for more, _ in parts[1:]:
+                grads = tree_add(grads, more)
+            grads = {name: grad.to(learned[name].dtype) for name, grad in grads.items()}
         return total_of([sums for _, sums in parts]), grads
 
     return differentiate

@@ -22,6 +22,7 @@ from forge.distributed.mesh import Mesh
 from forge.distributed.pipeline import Stages, sum_tied_gradients
 from forge.model import Transformer
 from forge.model.block import BlockOutput
+from forge.model.moe import without_capacity
 from forge.pytree import PyTree
 from forge.training.eval import EvalStep
 from forge.training.extras import router_bias
@@ -260,7 +261,7 @@ def build_pipeline_eval_step(
     @torch.no_grad()
     def eval_step(params: Params, extras: PyTree, batch: Batch) -> LossSums:
         check_labels(batch.labels, vocab_size)
-        with lent(stages, own, params):
+        with lent(stages, own, params), without_capacity(stages):
             sums = _forward_only(pipe, extras, shard_sequence(batch, mesh.rank("cp"), mesh.size("cp")))
         return pipe.reduced(sums)
 

@@ -17,7 +17,7 @@ from forge.config import JobConfig
 from forge.errors import ConfigError
 from forge.metrics import ParameterCount, count_flops_per_token, count_parameters, device_peak_tflops
 from forge.model.block import BlockOutput
-from forge.pytree import tree_leaves
+from forge.pytree import tree_leaves, wide
 from forge.training.freeze import stage_boundaries, trainable_names
 from forge.training.loss import LossSums, build_loss_fn, chunk_size
 from forge.training.parts import Parts, build_parts, template_state
@@ -91,7 +91,7 @@ def plan_run(config: JobConfig, *, tflops: float) -> Plan:
     memory = {
         "parameters": tree_bytes(state.params),
         "their casts": sum(p.numel() * cast.itemsize for p in state.params.values()) if cast else 0,
-        "gradients": tree_bytes([state.params[name] for name in learned]),
+        "gradients": _gradient_bytes(config, [state.params[name] for name in learned]),
         "optimizer": tree_bytes(state.opt_state),
         "activations": activation_bytes(config, parts),
         "logits": logit_bytes(config),
@@ -103,6 +103,12 @@ def plan_run(config: JobConfig, *, tflops: float) -> Plan:
         memory=memory,
         tflops=tflops,
     )
+
+
+def _gradient_bytes(config: JobConfig, trained: list[Tensor]) -> int:
+    """Gradients in the parameters' dtype, beside the wide ones in which micro-batches add up where that is narrow."""
+    added_up = [p.to(wide(p)) for p in trained if config.accumulation_steps() > 1 and p.dtype != wide(p)]
+    return tree_bytes(trained) + tree_bytes(added_up)
 
 
 def check_addressable(config: JobConfig) -> None:

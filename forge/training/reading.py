@@ -20,7 +20,7 @@ from forge.model import Transformer
 from forge.model.block import BlockOutput
 from forge.model.cache import Cache
 from forge.model.head import head_logits
-from forge.model.moe import MoE
+from forge.model.moe import without_capacity
 from forge.model.recompute import is_compiled
 from forge.pytree import PyTree
 from forge.training.extras import router_bias
@@ -120,16 +120,3 @@ def _whole_logits(rows: Tensor, mesh: Mesh, vocab_size: int) -> Tensor:
 def _eagerly(model: nn.Module) -> AbstractContextManager[Any]:
     """Blocks that are compiled, run as they are: each length of the cache would be compiled anew."""
     return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
-
-
-@contextmanager
-def without_capacity(model: nn.Module) -> Generator[None, None, None]:
-    """Experts that take every token for as long as the context lasts."""
-    before = [(module, module.capacity_factor) for module in model.modules() if isinstance(module, MoE)]
-    for module, _ in before:
-        module.capacity_factor = None
-    try:
-        yield
-    finally:
-        for module, factor in before:
-            module.capacity_factor = factor

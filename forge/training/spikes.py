@@ -1,7 +1,8 @@
-"""Spikes: updates whose loss or gradient norm stands out from those just made, found on the device and skipped.
+"""Spikes: updates whose loss or gradient norm stands out from those just before, found on the device and skipped.
 
-The rule is that of OLMo-core's skip-step optimizers: v is a spike where v > mean + sigma * std of the last accepted
-values, for the loss or the gradient norm. Lower than usual is never one, and nothing is before the window is full.
+The rule is that of OLMo-core's skip-step optimizers: v is a spike where v > mean + sigma * std of the last values, for
+the loss or the gradient norm. Spikes are among the last values too, so that a level that stays becomes the usual one.
+Lower than usual is never one, and nothing is before the window is full (OLMo-core: half full).
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from forge.errors import ConfigError
 from forge.pytree import PyTree
 
 SpikeFilter = Callable[[PyTree, Tensor, Tensor, Tensor], tuple[Tensor, PyTree]]
-"""(extras, loss (), grad_norm (), good bool ()) -> (whether the update is made, extras)."""
+"""(extras, loss (), grad_norm (), whether both are finite, bool ()) -> (whether the update is made, extras)."""
 
 
 def init_spikes(config: TrainConfig, device: torch.device | str = "cpu") -> dict[str, dict[str, Tensor]]:
-    """What `TrainState.extras` holds of the accepted updates: an empty window; nothing where spikes are not looked for.
+    """What `TrainState.extras` holds of the updates before: an empty window; nothing where spikes are not looked for.
 
-    `loss` and `grad_norm` are rings, fp32 (window,); `accepted` counts, int64 ().
+    `loss` and `grad_norm` are rings, fp32 (window,); `seen` counts what entered them, int64 ().
     """
     if config.spike_sigma is None:
         return {}
     rings = {name: torch.zeros(config.spike_window, device=device) for name in ("loss", "grad_norm")}
-    return {"spikes": {**rings, "accepted": torch.zeros((), dtype=torch.int64, device=device)}}
+    return {"spikes": {**rings, "seen": torch.zeros((), dtype=torch.int64, device=device)}}
 
 
 def build_spike_filter(config: TrainConfig) -> SpikeFilter:
-    """Refuse spikes, and keep the window of the accepted values; pure, and without waiting for the device.
+    """Refuse spikes, and keep the window of finite values; pure, and without waiting for the device.
 
     Loss and norm are those of the global batch, so every rank decides alike.
 
@@ -51,10 +52,10 @@ def build_spike_filter(config: TrainConfig) -> SpikeFilter:
             raise ConfigError("train.spike_sigma is set, but the state has no window: add init_spikes to its extras")
         spikes, values = extras["spikes"], {"loss": loss, "grad_norm": grad_norm}
         calm = usual(loss, spikes["loss"]) & usual(grad_norm, spikes["grad_norm"])
-        good = good & (calm | (spikes["accepted"] < window))
         slots = torch.arange(window, device=spikes["loss"].device)
-        taken = good & (slots == spikes["accepted"] % window)
-        rings = {name: torch.where(taken, value.to(torch.float32), spikes[name]) for name, value in values.items()}
-        return good, {**extras, "spikes": {**rings, "accepted": spikes["accepted"] + good}}
+        enters = good & (slots == spikes["seen"] % window)
+        rings = {name: torch.where(enters, value.to(torch.float32), spikes[name]) for name, value in values.items()}
+        is_full = spikes["seen"] >= window
+        return good & (calm | ~is_full), {**extras, "spikes": {**rings, "seen": spikes["seen"] + good}}
 
     return spike_filter

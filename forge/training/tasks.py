@@ -16,9 +16,9 @@ from forge.errors import ConfigError, RunError, did_you_mean
 from forge.model import build_model
 from forge.model.block import BlockOutput
 from forge.model.head import head_logits
+from forge.model.moe import without_capacity
 from forge.training.extras import router_bias
 from forge.training.generate import Sampling
-from forge.training.reading import without_capacity
 from forge.training.reload import Device, Trained, open_run
 from forge.training.samples import sample_texts
 

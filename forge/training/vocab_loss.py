@@ -15,7 +15,7 @@ from torch.autograd.function import Function, FunctionCtx, once_differentiable
 
 from forge.data.batch import IGNORE
 from forge.model.head import soft_cap
-from forge.training.fused_loss import LossOptions, TokenLosses, add_mm, logit_gradient, matmul_fp32
+from forge.training.fused_loss import LossOptions, TokenLosses, add_mm, logit_gradient, matmul_fp32, scaled
 
 
 def vocab_parallel_losses(
@@ -96,8 +96,8 @@ class _VocabParallelLosses(Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         return (
-            grad_hidden * grad_total.to(grad_hidden.dtype) if needs_hidden else None,
-            grad_weight * grad_total.to(grad_weight.dtype) if needs_weight else None,
+            scaled(grad_total, grad_hidden) if needs_hidden else None,
+            scaled(grad_total, grad_weight) if needs_weight else None,
             None, None, None, None, None, None, None,
         )  # fmt: skip
 

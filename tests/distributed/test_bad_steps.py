@@ -60,7 +60,7 @@ def _seven_steps(layout):
             found.append((bool(result.skipped), moved, float(result.loss), float(result.grad_norm)))
             if handle is not None:
                 handle.remove()
-        return found, params, int(state.extras["spikes"]["accepted"])
+        return found, params, int(state.extras["spikes"]["seen"])
 
 
 def _bad_batches(change):
@@ -105,13 +105,13 @@ def ranks(jobs):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_fault_of_one_rank_skips_the_update_on_all(layout, ranks):
-    (steps, params, accepted), (others, other_params, _) = (found[layout] for found, _ in ranks)
+    (steps, params, seen), (others, other_params, _) = (found[layout] for found, _ in ranks)
     assert str(steps) == str(others), "every rank reports the same"  # NaN is not equal to itself
     assert [skipped for skipped, *_ in steps] == [n in FAULTS for n in range(7)]
     assert [moved for _, moved, *_ in steps] == [n not in FAULTS for n in range(7)]
     assert [math.isfinite(loss) for _, _, loss, _ in steps[3:]] == [False, True, True, True]
     assert [math.isfinite(norm) for *_, norm in steps[3:]] == [False, False, True, True]
-    assert accepted == 4
+    assert seen == 5
     for name, tensor in params.items():
         assert torch.equal(tensor, other_params[name]) and tensor.isfinite().all()
 

@@ -123,6 +123,19 @@ def test_the_router_z_loss_is_the_mean_square_of_the_log_sum_exp():
     assert float(stats.loss) == pytest.approx(math.log(4) ** 2, rel=1e-5)
 
 
+@pytest.mark.parametrize("normed", [True, False])
+def test_scores_that_all_underflow_are_no_division_of_zero_by_zero(normed):
+    layer, params = _layer(_config(router="sigmoid", norm_topk_prob=normed, aux_loss_weight=0.1))
+    params["router.weight"] = torch.full_like(params["router.weight"], -100.0)
+
+    def loss(params, x):
+        out, stats = functional_call(layer, params, (x,))
+        return out.square().sum() + stats.loss
+
+    gradient = torch.func.grad(loss)(params, torch.ones(1, 4, 8))
+    assert all(grad.isfinite().all() for grad in gradient.values())
+
+
 def test_capacity_keeps_the_earliest_tokens_over_all_slots_together():
     config = _config(router="sigmoid", top_k=1, capacity_factor=1.0)
     layer, params = _layer(config)

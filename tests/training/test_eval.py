@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
+from attrs import evolve
 
-from forge.config import ModelConfig, TrainConfig
+from forge.config import ModelConfig, MoEConfig, TrainConfig
 from forge.data.batch import IGNORE, Batch
 from forge.errors import DataError
 from forge.model import build_model, init_params
@@ -86,6 +87,17 @@ def test_evaluation_is_cross_entropy_alone_in_any_batching():
     logits = torch.func.functional_call(model, params, (whole.input_ids[0],))
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole.labels.flatten(), ignore_index=IGNORE)
     assert together["eval/loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_experts_take_every_token_of_an_evaluation():
+    free = evolve(MODEL, moe=MoEConfig(n_experts=4, top_k=1))
+    tight = evolve(free, moe=evolve(free.moe, capacity_factor=0.25))
+    params, losses = init_params(build_model(free), free, 0), []
+    for config in (free, tight):
+        step = build_eval_step(model := build_model(config), build_eval_loss_fn(TrainConfig(), config), vocab_size=13)
+        losses.append(run_eval(step, params, {}, [_batch(0, 4)])["eval/loss"])
+        assert model.blocks["0"].mlp.capacity_factor == config.moe.capacity_factor
+    assert losses[0] == losses[1]
 
 
 def test_evaluation_touches_neither_parameters_nor_rng_nor_mode():

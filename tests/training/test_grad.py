@@ -153,6 +153,35 @@ def test_bf16_compute_keeps_fp32_gradients_near_the_exact_ones():
     assert 0 < float(difference) < 0.05
 
 
+@pytest.mark.parametrize("transform", ["backward", "func"])
+def test_bf16_parameters_add_up_micro_batches_in_fp32(transform):
+    params = {name: p.bfloat16() for name, p in PARAMS.items()}
+    seam = _seam(transform, compute_dtype=torch.bfloat16)
+    one = _batch(1, 1)
+    many = tree_map(lambda x: x.expand(512, -1, -1), one)  # a sum in bf16 would stand still at 256 of them
+    _, single = seam(params, {}, one)
+    _, summed = seam(params, {}, many)
+    assert all(grad.dtype == torch.bfloat16 for grad in summed.values())
+    difference = tree_norm({name: summed[name].float() - single[name].float() for name in single}) / tree_norm(single)
+    assert float(difference) < 0.01
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bf16_compute_on_the_cpu_sums_over_many_tokens_in_fp32(tied):
+    options = {"tied_embeddings": tied, "position": "learned", "norm": "layernorm", "bias": True}
+    config = evolve(MODEL, **options)
+    model, params = build_model(config), init_params(build_model(config), config, 0)
+    params = {name: p + (0.1 if "norm" in name else 0) for name, p in params.items()}
+
+    def gradient(dtype):
+        seam = build_value_and_grad(model, build_loss_fn(TrainConfig(), config), vocab_size=13, compute_dtype=dtype)
+        return seam(params, {}, _batch(1, 1024, 8))[1]
+
+    exact, found = gradient(torch.float32), gradient(torch.bfloat16)
+    for name in ("embed.weight", "position_embed.weight", "norm.weight", "norm.bias", "blocks.0.attn_norm.bias"):
+        assert float((found[name] - exact[name]).norm() / exact[name].norm()) < 0.05, name
+
+
 def test_a_label_outside_the_vocabulary_is_refused():
     batch = _batch()
     batch.labels[0, 1, 2] = 13

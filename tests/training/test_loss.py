@@ -70,6 +70,15 @@ def test_bf16_inputs_keep_an_fp32_loss_and_gradients_of_their_own_dtype(kind):
     torch.testing.assert_close(grad_weight.float(), exact_weight, rtol=2e-2, atol=4e-2)
 
 
+def test_the_factor_of_a_bf16_gradient_is_not_rounded():
+    hidden, weight, labels = (tensor.bfloat16() if tensor.is_floating_point() else tensor for tensor in _inputs(300, 1))
+    hidden.requires_grad_()
+    loss = build_loss_fn(TrainConfig(), MODEL)(hidden, weight, labels, None).total
+    (whole,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    (part,) = torch.autograd.grad(loss / 683, hidden)  # 1 / 683 in bf16 is 0.2 % too large
+    assert abs(float(part.double().norm() * 683 / whole.double().norm()) - 1) < 5e-4
+
+
 @pytest.mark.parametrize("kind", ["fused", "plain"])
 def test_bf16_loss_over_50k_words_is_within_two_thousandths_of_float64(kind):
     hidden, weight, labels = _inputs(4, 2, dim=64, vocab=50_000)

@@ -101,13 +101,18 @@ def _real(job):
     return state, grads, sum(kept.values())
 
 
+def _beside_sums(job) -> int:
+    """Bytes with sums in fp32 over the bytes of the gradients: bf16 ones of several micro-batches add up in fp32."""
+    return 3 if job.train.param_dtype == "bf16" and job.accumulation_steps() > 1 else 1
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_a_plan_is_what_really_is_in_memory(name):
     job = JOBS[name]
     memory = plan_run(job, tflops=1).memory
     state, grads, kept = _real(job)
     assert memory["parameters"] == sum(p.nbytes for p in state.params.values())
-    assert memory["gradients"] == sum(g.nbytes for g in grads.values())
+    assert memory["gradients"] == _beside_sums(job) * sum(g.nbytes for g in grads.values())
     if job.train.precision == "bf16" and job.train.param_dtype == "fp32":
         assert memory["their casts"] == memory["parameters"] // 2
         assert memory["activations"] < kept <= memory["activations"] + memory["their casts"] + SCALARS
@@ -134,7 +139,8 @@ def test_the_planned_optimizer_state_is_the_real_one(name):
     memory = plan_run(job, tflops=1).memory
     assert memory["optimizer"] == sum(leaf.nbytes for leaf in tree_leaves(state.opt_state)) > 0
     learned = trainable_names(job.train.freeze, state.params, 0)
-    assert memory["gradients"] == sum(p.nbytes for name, p in state.params.items() if name in learned)
+    trained = sum(p.nbytes for name, p in state.params.items() if name in learned)
+    assert memory["gradients"] == _beside_sums(job) * trained
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "experts"])

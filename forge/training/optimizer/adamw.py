@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from forge.config import AdamW
-from forge.pytree import PyTree
-from forge.training.optimizer.core import Optimizer, Params, bias_correction, root, scalar_zeros, wide, zeros
+from forge.pytree import PyTree, wide
+from forge.training.optimizer.core import Optimizer, Params, bias_correction, root, scalar_zeros, zeros
 from forge.training.optimizer.roles import Role, decayed_names
 
 

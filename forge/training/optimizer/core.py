@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge.distributed.shards import as_sharded, is_sharded, local_data, tree_local, tree_sharded
-from forge.pytree import PyTree, tree_where
+from forge.pytree import PyTree, tree_where, wide
 
 Params = dict[str, Tensor]
 Init = Callable[[Params], PyTree]
@@ -105,11 +105,6 @@ def extend(optimizer: Optimizer, opt_state: PyTree, params: Params) -> PyTree:
     known = {name for part in opt_state.values() for name in part}
     fresh = init_opt_state(optimizer, {name: p for name, p in params.items() if name not in known})
     return {key: {**part, **fresh[key]} for key, part in opt_state.items()}
-
-
-def wide(tensor: Tensor) -> torch.dtype:
-    """The dtype in which optimizer arithmetic on `tensor` is done and kept: fp32, or fp64 for fp64."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def zeros(params: Params) -> Params:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forge.pytree import PyTree
-from forge.training.optimizer.core import Optimizer, Params, wide
+from forge.pytree import PyTree, wide
+from forge.training.optimizer.core import Optimizer, Params
 
 
 def with_master_weights(optimizer: Optimizer) -> Optimizer:

@@ -91,12 +91,12 @@ def muon(config: Muon, roles: dict[str, Role], steps_of: OrthogonalSteps | None 
 
 def orthogonal_steps(momenta: Params, config: Muon) -> Params:
     """Orthogonalised and scaled updates; matrices of one shape share one batched iteration."""
-    by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    by_shape: dict[tuple[tuple[int, ...], bool], list[str]] = defaultdict(list)
     for name, momentum in momenta.items():
-        by_shape[tuple(momentum.shape[-2:])].append(name)
+        by_shape[tuple(momentum.shape[-2:]), momentum.dim() > 2].append(name)
     steps: Params = {}
-    for shape, names in by_shape.items():
-        scale = muon_scale(shape, config.scaling)
+    for (shape, experts), names in by_shape.items():
+        scale = muon_scale(shape[::-1] if experts else shape, config.scaling)
         for batch in _batches(names, momenta):
             stacks = [momenta[name].reshape(-1, *shape) for name in batch]
             orthogonal = orthogonalise(torch.cat(stacks), config.ns_steps, _NS_DTYPES[config.ns_dtype]) * scale
@@ -119,7 +119,7 @@ def _batches(names: list[str], momenta: Params) -> list[list[str]]:
 
 
 def muon_scale(shape: tuple[int, ...], scaling: str) -> float:
-    """Factor of an orthogonal update of (rows, cols).
+    """Factor of an orthogonal update of (rows, cols), a matrix that makes `rows` numbers out of `cols`.
 
     spectral: sqrt(max(1, rows / cols)) (Jordan et al. 2024); rms: 0.2 sqrt(max(rows, cols)), which gives AdamW's root
     mean square (Liu et al. 2025, "Muon is scalable for LLM training", sec. 2.2).

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge.config import ScheduleFree
-from forge.pytree import PyTree
+from forge.pytree import PyTree, wide
 from forge.training.optimizer.core import (
     Optimizer,
     Params,
@@ -19,7 +19,6 @@ from forge.training.optimizer.core import (
     keep_unless,
     root,
     scalar_zeros,
-    wide,
     zeros,
 )
 from forge.training.optimizer.roles import Role, decayed_names

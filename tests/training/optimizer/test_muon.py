@@ -86,18 +86,19 @@ def test_singular_values_of_the_applied_update_lie_in_0_6_to_1_3(shape, rank, do
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("scaling", ["spectral", "rms"])
-def test_an_expert_tensor_is_as_many_separate_matrices(scaling, donate):
-    experts, grads = torch.randn(3, 8, 4), torch.randn(3, 8, 4)
+@pytest.mark.parametrize("shape", [(8, 4), (4, 8)])
+def test_an_expert_tensor_is_as_many_separate_matrices_of_in_by_out(shape, scaling, donate):
+    experts, grads = torch.randn(3, *shape), torch.randn(3, *shape)
     config = Muon(scaling=scaling)
     together, _ = _update(config, {"mlp.experts.w_up": experts}, {"mlp.experts.w_up": grads}, donate=donate, updates=3)
     apart, _ = _update(
         config,
-        {f"mlp.{i}.weight": expert for i, expert in enumerate(experts)},
-        {f"mlp.{i}.weight": grad for i, grad in enumerate(grads)},
+        {f"mlp.{i}.weight": expert.T for i, expert in enumerate(experts)},
+        {f"mlp.{i}.weight": grad.T for i, grad in enumerate(grads)},
         donate=donate,
         updates=3,
     )
-    torch.testing.assert_close(together["mlp.experts.w_up"], torch.stack(list(apart.values())), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(together["mlp.experts.w_up"], torch.stack(list(apart.values())).mT, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -1,0 +1,25 @@
+"""Embeddings: rows of a table by token or position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` on the meta device, whose gradient is summed in fp32 at least.
+
+    On the CPU torch sums the gradients of a token's occurrences in the table's own dtype, and in bf16 a sum stops
+    growing at some 256 times its addends: frequent tokens would hardly learn. There the rows are taken of a table in
+    fp32. Kernels for CUDA sum in fp32 by themselves.
+    """
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__(rows, dim, device="meta")
+
+    def forward(self, input: Tensor) -> Tensor:  # (...), int64 -> (..., dim)
+        weight = self.weight
+        if weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16):
+            return F.embedding(input, weight.float()).to(weight.dtype)
+        return F.embedding(input, weight)
