@@ -5,7 +5,7 @@ Every tree function here knows the namespace, so that callers write `tree_map(f,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import attrs
@@ -132,9 +132,9 @@ def tree_norm(tree: PyTree) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
-def foreach_norm(tree: PyTree) -> Tensor:
-    """`tree_norm` by one call for all leaves: faster, but not under `torch.func.vmap`."""
-    leaves = tree_leaves(tree)
+def foreach_norm(named: Mapping[str, Tensor]) -> Tensor:
+    """`tree_norm` of a dict by one call for all tensors: faster, but not under `torch.func.vmap`."""
+    leaves = list(named.values())
     if not leaves:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(leaves, 2, dtype=torch.float32)))

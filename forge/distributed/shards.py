@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,9 @@ _CUTS = (Shard, _StridedShard)
 """FSDP over TP cuts a dimension twice, which is a `_StridedShard`."""
 
 
-def is_sharded(tree: PyTree) -> bool:
-    """Whether the leaves are DTensors; all of a model's parameters are, or none."""
-    return isinstance(next(iter(tree_leaves(tree)), None), DTensor)
+def is_sharded(params: Mapping[str, Tensor]) -> bool:
+    """Whether parameters are DTensors; all of a model's are, or none."""
+    return isinstance(next(iter(params.values()), None), DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:

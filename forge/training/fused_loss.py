@@ -166,38 +166,19 @@ def _forward_and_gradient(
     grad_weight: Tensor | None = None
     low = hidden.is_cuda and hidden.dtype != torch.float32
     head = weight if low else weight.float()
-    # One set of buffers for all chunks: fresh ones would cost a page fault for every 4 KiB of logits.
-    real = type(hidden) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()  # has values to read
-    in_place = real and not hidden.is_cuda and options.logit_softcap is None
-    logits_buffer = hidden.new_empty(min(chunk, tokens), vocab, dtype=torch.float32)
-    probs_buffer = logits_buffer if in_place else torch.empty_like(logits_buffer)
+    buffers = _Buffers(hidden, min(chunk, tokens), vocab, options)
     for start in range(0, tokens, chunk):
         rows = slice(start, min(start + chunk, tokens))
         states = hidden[rows] if low else hidden[rows].float()
-        logits = matmul_fp32(states, head.T, logits_buffer[: states.shape[0]])
-        logits = soft_cap(logits, options.logit_softcap)
-        ignored = labels[rows] == IGNORE
-        at = labels[rows].masked_fill(ignored, 0).unsqueeze(-1)
-        at_target, smooth = logits.gather(-1, at).squeeze(-1), options.label_smoothing
-        mean_logit = logits.mean(dim=-1) if smooth else at_target
-        if in_place:
-            probs, nll = _softmax_in_place(logits, at, at_target, states, head)
-        else:
-            log_probs = torch.log_softmax(logits, dim=-1, out=probs_buffer[: states.shape[0]])
-            nll = -log_probs.gather(-1, at).squeeze(-1)
-            probs = log_probs.exp_()
-        ce[rows] = nll.masked_fill(ignored, 0.0)
-        loss, lse = ce[rows].sum(), at_target + nll
-        if smooth:
-            loss = (1 - smooth) * loss + smooth * (lse - mean_logit).masked_fill(ignored, 0.0).sum()
+        found = _chunk_losses(states, head, labels[rows], options, buffers)
+        total += found.total
+        ce[rows] = found.ce
         if options.z_loss_weight:
-            squared_lse[rows] = lse.square().masked_fill(ignored, 0.0)
-            loss = loss + options.z_loss_weight * squared_lse[rows].sum()
-        total += loss
+            squared_lse[rows] = found.squared_lse
         if not (wants_hidden or wants_weight):
             continue
-        gradient = logit_gradient(probs, logits, lse, at, torch.ones_like(at), vocab, options).to(head.dtype)
-        ignored = ignored.unsqueeze(-1)  # masks the narrow factors: one pass over (rows, vocabulary) less
+        gradient = logit_gradient(found.probs, found.logits, found.lse, found.at, None, vocab, options).to(head.dtype)
+        ignored = found.ignored.unsqueeze(-1)  # masks the narrow factors: one pass over (rows, vocabulary) less
         if wants_hidden:
             grad_hidden[rows] = (gradient @ head).masked_fill_(ignored, 0.0)
         if wants_weight:
@@ -205,6 +186,59 @@ def _forward_and_gradient(
     if grad_weight is None:
         grad_weight = torch.zeros_like(weight) if wants_weight else weight.new_empty(0)
     return total, ce, squared_lse, grad_hidden, grad_weight.to(weight.dtype)
+
+
+class _Buffers:
+    """Memory for the logits of all chunks in turn: fresh memory would cost a page fault for every 4 KiB of logits."""
+
+    def __init__(self, hidden: Tensor, rows: int, vocab: int, options: LossOptions) -> None:
+        real = type(hidden) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()  # has values to read
+        large = rows * vocab > 2**17  # else passes over the logits cost less than the operators that save them
+        self.in_place = real and large and not hidden.is_cuda and options.logit_softcap is None
+        self.logits = hidden.new_empty(rows, vocab, dtype=torch.float32)
+        self.probs = self.logits if self.in_place else torch.empty_like(self.logits)
+
+
+class _ChunkLosses(NamedTuple):
+    """What n tokens cost, and what their gradient is made of."""
+
+    total: Tensor  # fp32 (): the objective
+    ce: Tensor  # fp32 (n,)
+    squared_lse: Tensor  # fp32 (n,)
+    lse: Tensor  # fp32 (n,); ce where neither smoothing nor z-loss need it
+    probs: Tensor  # fp32 (n, V)
+    logits: Tensor  # fp32 (n, V), overwritten by the probabilities where that is enough
+    at: Tensor  # int64 (n, 1): the target, 0 where it is ignored
+    ignored: Tensor  # bool (n,)
+
+
+def _chunk_losses(
+    states: Tensor, head: Tensor, labels: Tensor, options: LossOptions, buffers: _Buffers
+) -> _ChunkLosses:
+    n, smooth = states.shape[0], options.label_smoothing
+    logits = soft_cap(matmul_fp32(states, head.T, buffers.logits[:n]), options.logit_softcap)
+    ignored = labels == IGNORE
+    at = labels.masked_fill(ignored, 0).unsqueeze(-1)
+    wants_lse = bool(smooth or options.z_loss_weight)
+    at_target = logits.gather(-1, at).squeeze(-1) if wants_lse or buffers.in_place else None
+    mean_logit = logits.mean(dim=-1) if smooth else None
+    if buffers.in_place:
+        assert at_target is not None
+        probs, nll = _softmax_in_place(logits, at, at_target, states, head)
+        ce = nll.masked_fill(ignored, 0.0)
+    else:
+        log_probs = torch.log_softmax(logits, dim=-1, out=buffers.probs[:n])
+        ce = F.nll_loss(log_probs, labels, ignore_index=IGNORE, reduction="none")
+        nll = -log_probs.gather(-1, at).squeeze(-1) if wants_lse else ce
+        probs = log_probs.exp_()
+    lse = nll if at_target is None else at_target + nll
+    squared_lse, total = ce, ce.sum()
+    if mean_logit is not None:
+        total = (1 - smooth) * total + smooth * (lse - mean_logit).masked_fill(ignored, 0.0).sum()
+    if options.z_loss_weight:
+        squared_lse = lse.square().masked_fill(ignored, 0.0)
+        total = total + options.z_loss_weight * squared_lse.sum()
+    return _ChunkLosses(total, ce, squared_lse, lse, probs, logits, at, ignored)
 
 
 def _softmax_in_place(
@@ -225,7 +259,13 @@ def _softmax_in_place(
 
 
 def logit_gradient(
-    probs: Tensor, logits: Tensor, lse: Tensor, at: Tensor, here: Tensor, vocab: int | Tensor, options: LossOptions
+    probs: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    at: Tensor,
+    here: Tensor | None,
+    vocab: int | Tensor,
+    options: LossOptions,
 ) -> Tensor:
     """Of the total in the logits before their cap, p (1 + 2 z lse) - smoothed target; overwrites `probs` (n, V).
 
@@ -233,7 +273,7 @@ def logit_gradient(
         logits: fp32 (n, V), capped; read only where there is a cap.
         lse: fp32 (n,).
         at: int64 (n, 1), the target's column.
-        here: (n, 1), 1 where that column is among these, else 0.
+        here: (n, 1), 1 where that column is among these, else 0; None = it always is.
         vocab: words of the whole vocabulary.
     """
     smooth = options.label_smoothing
@@ -241,7 +281,8 @@ def logit_gradient(
         probs *= (1 + 2 * options.z_loss_weight * lse).unsqueeze(-1)
     if smooth:
         probs -= smooth / vocab
-    probs.scatter_add_(-1, at, here * -(1.0 - smooth))
+    off = smooth - 1.0
+    probs.scatter_add_(-1, at, probs.new_full(at.shape, off) if here is None else here * off)
     if options.logit_softcap is not None:
         probs *= 1 - (logits / options.logit_softcap).square()
     return probs
