@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import forge
 from forge.config.commands import Diff, Doctor, Eval, Export, Generate, Import, Prepare, Replay, Report, RunFolder
 from forge.config.flags import parse, parse_job, pop_flag
 from forge.config.run import DistributedConfig
@@ -140,11 +141,11 @@ def export(argv: Sequence[str]) -> None:
 
 
 def import_(argv: Sequence[str]) -> None:
-    """A run that starts from the weights of a Hugging Face model."""
+    """A run that starts from the weights of a Hugging Face model, or of another run."""
     args = parse(Import, argv, prog="cli.py import")
     from forge.training.exchange import import_run
 
-    print(import_run(args.path, args.run_dir, dtype=args.dtype))
+    print(import_run(args.path, args.run_dir, step=args.step, dtype=args.dtype))
 
 
 def plan(argv: Sequence[str]) -> None:
@@ -319,6 +320,8 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 def _command(argv: Sequence[str]) -> tuple[Callable[[Sequence[str]], int | None], Sequence[str]]:
     """The command that the first word names; train where it is a flag or absent."""
+    if argv and argv[0] == "--version":
+        return _version, argv
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         return train, argv
     if argv[0] in ("-h", "--help"):
@@ -328,6 +331,10 @@ def _command(argv: Sequence[str]) -> tuple[Callable[[Sequence[str]], int | None]
             f"unknown command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}; there are {', '.join(COMMANDS)}"
         )
     return COMMANDS[argv[0]], argv[1:]
+
+
+def _version(_: Sequence[str]) -> None:
+    print(f"forge {forge.__version__}")
 
 
 def _help(argv: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -202,6 +203,10 @@ def test_every_command_has_help(command):
 
 
 HELP = "import sys, cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\nprint('\\n', sorted({'torch', 'numpy'} & set(sys.modules)))"
+
+
+def test_the_version_is_that_of_the_package():
+    assert call("--version")[:2] == (0, f"forge {importlib.metadata.version('forge')}\n")
 
 
 def test_help_imports_no_torch():

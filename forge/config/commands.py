@@ -113,14 +113,16 @@ class Export:
 
 @frozen
 class Import:
-    """A run that starts from the weights of a Hugging Face model."""
+    """A run that starts from the weights of a Hugging Face model, or of another run."""
 
     path: str
-    """Folder of the model: config.json, safetensors, tokenizer.json."""
+    """Folder of the model (config.json, safetensors, tokenizer.json), or of a run."""
     run_dir: str
     """Folder of the run to make; it must hold none."""
     dtype: Literal["keep", "fp32", "bf16"] = "keep"
     """Of the stored parameters; keep = bf16 where all weights are, else fp32."""
+    step: int = field(default=-1, validator=integer(least=-1))
+    """Which checkpoint of a run; -1 = the newest sound one."""
 
 
 @frozen

@@ -71,6 +71,8 @@ class JobConfig:
     def _check_schedule(self) -> None:
         steps, scheduler = self.train.steps, self.scheduler
         if isinstance(self.optimizer, ScheduleFree):
+            if self.train.ema_decay is not None:
+                raise ConfigError("train.ema_decay: optimizer.name = schedule_free keeps an average already: unset one")
             if not isinstance(scheduler, (Constant, NoSchedule)):
                 raise ConfigError(
                     f"scheduler.name = {scheduler.name} decays, and optimizer.name = schedule_free replaces the decay:"

@@ -78,6 +78,9 @@ class TrainConfig:
     """Skip updates whose loss or gradient norm exceeds the mean of the window by this many deviations; unset = none."""
     spike_window: int = field(default=128, validator=integer(least=2))
     """Finite updates in the window, skipped ones included; before it is full, nothing is a spike."""
+    ema_decay: float | None = field(default=None, validator=optional(number(least=0, most=0.9999999)))
+    """Keep an exponential average of the parameters over the updates, and evaluate, sample and export that in their
+    place: 0.999 averages over some 1000 updates. It takes 4 bytes a parameter; unset = none."""
     max_rollbacks: int = field(default=0, validator=integer(least=0))
     """Times that a run goes back to the checkpoint before too many skips, and on past the data since; 0 = it stops."""
     freeze: tuple[FreezeStage, ...] = field(default=(), validator=each(instance_of(FreezeStage, "a freeze stage")))

@@ -11,8 +11,11 @@ from numpy.typing import NDArray
 from forge.data.documents import Document, cut, is_held_out
 from forge.data.shard import token_dtype
 from forge.data.sources import Chunk, Place
-from forge.data.tokenizer import Tokenizer
+from forge.data.tokenizer import BYTES, Tokenizer
 from forge.errors import DataError
+
+PIECE = 1 << 24
+"""Characters of a long text that are encoded at a time."""
 
 
 @frozen
@@ -63,13 +66,33 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Doc
     dtype = token_dtype(tokenizer.vocab_size)
     tokens, n_bytes = list[NDArray[np.unsignedinteger]](), list[int]()
     for document in documents:
-        ids = tokenizer.encode(document.text)
+        ids, size = _encoded(document, tokenizer, dtype)
         if ids.size:
-            check_ids(document.name, "the document", ids, tokenizer.vocab_size)
-            tokens.append(np.append(ids, tokenizer.eod_id).astype(dtype))
-            n_bytes.append(len(document.text.encode("utf-8", errors="replace")))
+            tokens.append(ids)
+            n_bytes.append(size)
     lengths = np.array([part.size for part in tokens], np.int64)
-    return Documents(np.concatenate([np.empty(0, dtype), *tokens]), lengths, np.array(n_bytes, np.int64))
+    together = tokens[0] if len(tokens) == 1 else np.concatenate([np.empty(0, dtype), *tokens])
+    return Documents(together, lengths, np.array(n_bytes, np.int64))
+
+
+def _encoded(
+    document: Document, tokenizer: Tokenizer, dtype: np.dtype[np.unsignedinteger]
+) -> tuple[NDArray[np.unsignedinteger], int]:
+    """The ids of a document and its end, none where it has none; and the UTF-8 bytes of its text.
+
+    Where every character stands for itself a long text is encoded in pieces: its ids are eight times as large.
+    """
+    text, pieces, n_bytes = document.text, list[NDArray[np.unsignedinteger]](), 0
+    length = PIECE if tokenizer.name == BYTES else max(1, len(text))
+    for start in range(0, len(text), length):
+        piece = text[start : start + length]
+        ids = tokenizer.encode(piece)
+        check_ids(document.name, "the document", ids, tokenizer.vocab_size)
+        pieces.append(ids.astype(dtype))
+        n_bytes += len(piece.encode("utf-8", errors="replace"))
+    if any(piece.size for piece in pieces):
+        pieces.append(np.array([tokenizer.eod_id], dtype))
+    return np.concatenate([np.empty(0, dtype), *pieces]), n_bytes
 
 
 def check_ids(where: str, what: str, ids: NDArray[np.int64], vocab_size: int) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from forge.config import ModelConfig
+from forge.config import JobConfig, ModelConfig
+from forge.errors import ConfigError
 from forge.model.cache import Keep
 from forge.model.flex import BlockMask, block_mask, flex_mix
 from forge.model.norm import RMSNorm
@@ -24,6 +25,28 @@ _BACKENDS = {
 }
 
 Mask = Tensor | BlockMask
+
+
+def check_attention_backend(config: JobConfig, device: torch.device) -> None:
+    """Refuse the one kernel that takes no mask where a run needs masks.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if config.model.attention_backend != "flash" or device.type != "cuda":
+        return
+    length = config.train.seq_len
+    reasons = {
+        "data.isolate_documents": config.data.isolate_documents,
+        "model.sliding_window": (config.model.sliding_window or length) < length,
+        "distributed.cp": config.distributed.cp > 1,
+    }
+    for key in (key for key, holds in reasons.items() if holds):
+        raise ConfigError(
+            f"model.attention_backend = flash takes no masks on CUDA, and {key} needs them: choose auto, or flex"
+        )
+
+
 """Bool (1 or B, 1, queries, keys), or the same by blocks for flex_attention."""
 
 

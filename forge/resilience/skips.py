@@ -17,8 +17,8 @@ class TooManySkips(RunError):
             f" (updates {first} to {last})"
         )
         super().__init__(
-            f"{self.what}: lower optimizer.lr or train.grad_clip_norm, or go on from the last checkpoint, which is"
-            " intact, past this data with --train.max-rollbacks 1"
+            f"{self.what}: lower optimizer.lr or train.grad_clip_norm; or, where there is a checkpoint of before, go on"
+            " from it past this data with --train.max-rollbacks 1"
         )
         self.first = first  # number of the first skipped update, from 1
         self.made = made  # updates made until they were noticed

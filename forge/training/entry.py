@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -36,12 +37,12 @@ from forge.resilience import (
     lock_run,
     watch,
 )
+from forge.training.average import params_to_use
 from forge.training.data_pipeline import DataPipeline, open_data, open_feed
 from forge.training.eval import run_eval_sets
 from forge.training.generate import Sampling
 from forge.training.hooks import Hook, HookRunner
 from forge.training.loop import Loop, run_loop
-from forge.training.optimizer import eval_params
 from forge.training.parts import Parts, build_parts, initial_state, step_for
 from forge.training.profiling import profile_window
 from forge.training.progress import SILENT, Progress, training_progress
@@ -50,6 +51,7 @@ from forge.training.reload import restore
 from forge.training.runtime import Runtime, deterministic_kernels, open_runtime
 from forge.training.samples import record_sample, sample_texts
 from forge.training.saving import background_saver, build_save
+from forge.training.scheduler import learning_rate
 from forge.training.state import TrainState
 from forge.training.step import TrainStep
 
@@ -224,15 +226,22 @@ def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path
                 f"{root}: every checkpoint is damaged: choose another --run-dir, or remove the folder"
             )
         return None
-    manifest = read_manifest(saved)
-    check_resumable(
-        load_config(saved / "config.toml"),
-        config,
-        saved,
-        manifest["step"],
-        parameters_only=has_parameters_only(manifest),
-    )
+    manifest, before = read_manifest(saved), load_config(saved / "config.toml")
+    only = has_parameters_only(manifest)
+    check_resumable(before, config, saved, manifest["step"], parameters_only=only)
+    if runtime.leads and not only:
+        _warn_of_jump(before, config, manifest["step"])
     return saved
+
+
+def _warn_of_jump(before: JobConfig, config: JobConfig, step: int) -> None:
+    """Say so where a decay that is stretched or cut takes the learning rate elsewhere at once."""
+    old, new = learning_rate(before, step), learning_rate(config, step)
+    if step < config.train.steps and not math.isclose(old, new, rel_tol=1e-3):
+        log.warning(
+            "the learning rate goes on at %.3g, not at %.3g: train.steps was %d and is %d now, and %s decays over all",
+            new, old, before.train.steps, config.train.steps, config.scheduler.name,
+        )  # fmt: skip
 
 
 def starting_state(
@@ -267,7 +276,7 @@ def _evaluation(
         return None
 
     def evaluate(state: TrainState) -> dict[str, float]:
-        params = eval_params(parts.optimizer, state.params, state.opt_state)
+        params = params_to_use(parts.optimizer, state)
         runtime = parts.runtime
 
         def place(batch: Batch) -> Batch:
@@ -293,7 +302,7 @@ def _announce(config: JobConfig, parts: Parts, data: DataPipeline, done: int, pr
 def _farewell(config: JobConfig, parts: Parts, data: DataPipeline, state: TrainState, progress: Progress) -> None:
     """A sample of what the model writes, and how to go on."""
     if config.eval.sample_tokens:
-        params = eval_params(parts.optimizer, state.params, state.opt_state)
+        params = params_to_use(parts.optimizer, state)
         asked = Sampling(temperature=config.eval.sample_temperature)
         (sample,) = sample_texts(
             config, parts, params, state.extras, data.tokenizer, [config.eval.sample_prompt], asked,

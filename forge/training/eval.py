@@ -67,7 +67,7 @@ def run_eval(
     """Evaluate a finite set: every batch once, weighted by its targets.
 
     Args:
-        params: as `optimizer.eval_params` gives them.
+        params: as `params_to_use` gives them.
         extras: the state's, for the routers' biases.
         batches: a finite iterable, the same at every call.
         bytes_per_token: bytes of text a token stands for on average; adds `eval/bits_per_byte`.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from forge.checkpoint.huggingface import export_checkpoint, import_folder, parse_size
+from forge.checkpoint.parameters import start_from
+from forge.config import JobConfig
 from forge.metrics import count_parameters
 from forge.resilience import lock_run
 from forge.training.reload import choose_checkpoint
@@ -33,8 +35,11 @@ def export_run(
     return f"{out}: {path} as {family}; load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})"
 
 
-def import_run(folder: str | Path, run_dir: str | Path, *, dtype: str = "keep") -> str:
-    """Make a run that starts from a Hugging Face model; see `import_folder`.
+def import_run(folder: str | Path, run_dir: str | Path, *, step: int = -1, dtype: str = "keep") -> str:
+    """Make a run that starts from a Hugging Face model, see `import_folder`, or from another run, see `start_from`.
+
+    Args:
+        step: which checkpoint of a run; -1 = the newest sound one.
 
     Returns:
         What was made and how to go on, as one line.
@@ -42,13 +47,22 @@ def import_run(folder: str | Path, run_dir: str | Path, *, dtype: str = "keep") 
     Raises:
         ForgeError: a model that forge cannot express, damaged files, or a folder that holds a run.
     """
-    run_dir = Path(run_dir)
+    folder, run_dir = Path(folder), Path(run_dir)
+    if (folder / "checkpoints").is_dir():
+        path = choose_checkpoint(folder / "checkpoints", step)
+        with lock_run(run_dir):
+            config = start_from(path, run_dir, dtype=dtype)
+        return _started(config, str(path), "")
     with lock_run(run_dir):
-        family, config = import_folder(Path(folder), run_dir, dtype=dtype)
-    size, kept = count_parameters(config.model).total / 1e6, config.train.param_dtype
+        family, config = import_folder(folder, run_dir, dtype=dtype)
     tokenizer = config.data.tokenizer
     missing = "" if Path(tokenizer).is_file() else f" its tokenizer.json was not there: put it at {tokenizer};"
+    return _started(config, family, missing)
+
+
+def _started(config: JobConfig, origin: str, missing: str) -> str:
+    size, kept, run_dir = count_parameters(config.model).total / 1e6, config.train.param_dtype, config.run_dir
     return (
-        f"{run_dir}: {family}, {size:.2f} M parameters in {kept};{missing}"
+        f"{run_dir}: {origin}, {size:.2f} M parameters in {kept};{missing}"
         f" train: python cli.py train --config {run_dir}/config.toml --data.path YOUR_TEXT"
     )

@@ -52,7 +52,7 @@ def build_value_and_grad(
     differentiate = {"backward": by_backward, "func": by_func}[transform](objective)
 
     def value_and_grad(params: Params, extras: PyTree, batch: Batch) -> tuple[LossSums, Params]:
-        if transform == "backward":
+        if not is_transformed(batch):
             check_labels(batch.labels, vocab_size)
         learned = {name: p for name, p in params.items() if trainable is None or name in trainable}
         fixed = {name: p for name, p in params.items() if name not in learned}
@@ -207,6 +207,12 @@ def clip_factor(grad_norm: Tensor, max_norm: float | None) -> Tensor:
     if max_norm is None:
         return torch.ones_like(grad_norm)
     return (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+
+
+def is_transformed(batch: Batch) -> bool:
+    """Whether this is a call under a transform of `torch.func`."""
+    functorch = torch._C._functorch
+    return functorch.maybe_current_level() is not None or functorch.is_functorch_wrapped_tensor(batch.labels)
 
 
 @contextmanager

@@ -26,9 +26,10 @@ from forge.training.grad import (
     ValueAndGrad,
     by_backward,
     by_func,
+    is_transformed,
     micro_batches,
 )
-from forge.training.grad_sharded import all_reduce_sums, is_transformed
+from forge.training.grad_sharded import all_reduce_sums
 from forge.training.loss import LossFn, LossSums, check_labels, count_targets
 from forge.training.state import Batch
 from forge.training.substitute import Substitute, build_substitute

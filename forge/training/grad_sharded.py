@@ -29,6 +29,7 @@ from forge.training.grad import (
     Run,
     ValueAndGrad,
     detached,
+    is_transformed,
     maybe_no_sync,
     micro_batches,
     total_of,
@@ -153,9 +154,3 @@ def refuse_transforms(batch: Batch) -> None:
             "torch.func transforms do not go through FSDP2's hooks: build the seam with build_functional_value_and_grad"
             " (forge.training.grad_functional), or on one process with build_value_and_grad"
         )
-
-
-def is_transformed(batch: Batch) -> bool:
-    """Whether this is a call under a transform of `torch.func`."""
-    functorch = torch._C._functorch
-    return functorch.maybe_current_level() is not None or functorch.is_functorch_wrapped_tensor(batch.labels)

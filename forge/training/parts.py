@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
@@ -14,8 +13,10 @@ from forge.distributed.parallelize import allocate, materialize, parallelize, pa
 from forge.distributed.pipeline import Stages, build_pipeline_norm
 from forge.distributed.shards import as_sharded, local_data, sharded_norm
 from forge.model import Transformer, build_model, init_params
+from forge.model.attention import check_attention_backend
 from forge.model.fp8 import check_fp8
 from forge.pytree import PyTree
+from forge.training.average import init_ema
 from forge.training.eval import EvalStep, build_eval_step
 from forge.training.extras import init_extras
 from forge.training.freeze import ever_trainable, stage_boundaries, trainable_names
@@ -85,6 +86,7 @@ def _parallelized(model: Transformer, config: JobConfig, runtime: Runtime) -> Tr
     """The model in this process's layout; a pipeline rank has its stages only."""
     if config.train.fp8:
         check_fp8(runtime.device, runtime.compute_dtype)
+    check_attention_backend(config, runtime.device)
     dtypes = {"compute_dtype": runtime.compute_dtype, "param_dtype": runtime.param_dtype}
     if runtime.mesh is not None and runtime.mesh.size("pp") > 1:
         return parallelize_stages(model, config, runtime.mesh, **dtypes)
@@ -117,7 +119,7 @@ def initial_state(config: JobConfig, parts: Parts, params: dict[str, Tensor] | N
         params = materialize(parts.model, config, runtime.device)
     learned = trainable_names(config.train.freeze, parts.names, 0)
     opt_state = init_opt_state(parts.optimizer, {name: params[name] for name in params if name in learned})
-    return init_state(params, opt_state, _extras(config, runtime.device))
+    return init_state(params, opt_state, _extras(config, params))
 
 
 def adopt(parts: Parts, state: TrainState) -> TrainState:
@@ -143,11 +145,16 @@ def template_state(config: JobConfig, parts: Parts, step: int) -> TrainState:
     params = {name: as_sharded(local_data(p).to("meta", dtype), p) for name, p in named.items()}
     learned = ever_trainable(config.train.freeze, parts.names, max(0, step - 1))
     opt_state = init_opt_state(parts.optimizer, {name: params[name] for name in params if name in learned})
-    return init_state(params, opt_state, _extras(config, "meta"))
+    return init_state(params, opt_state, _extras(config, params))
 
 
-def _extras(config: JobConfig, device: torch.device | str) -> PyTree:
-    return {**init_extras(config.model, device), **init_spikes(config.train, device)}
+def _extras(config: JobConfig, params: dict[str, Tensor]) -> PyTree:
+    device = next(iter(params.values())).device
+    return {
+        **init_extras(config.model, device),
+        **init_spikes(config.train, device),
+        **init_ema(config.train, params),
+    }
 
 
 def step_for(config: JobConfig, parts: Parts) -> Callable[[int, TrainState], tuple[TrainStep, TrainState]]:

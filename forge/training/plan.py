@@ -93,6 +93,7 @@ def plan_run(config: JobConfig, *, tflops: float) -> Plan:
         "their casts": sum(p.numel() * cast.itemsize for p in state.params.values()) if cast else 0,
         "gradients": _gradient_bytes(config, [state.params[name] for name in learned]),
         "optimizer": tree_bytes(state.opt_state),
+        **({"average": tree_bytes(state.extras["ema"])} if "ema" in state.extras else {}),
         "activations": activation_bytes(config, parts),
         "logits": logit_bytes(config),
     }

@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from forge.config import JobConfig
 from forge.metrics import ParameterCount, count_flops_per_token, count_parameters
 from forge.model import build_model
+from forge.training.average import init_ema
 from forge.training.optimizer import build_optimizer, parameter_roles, with_master_weights
 from forge.training.plan import (
     check_addressable,
@@ -115,6 +116,7 @@ def stored_bytes(layout: Layout, pp_rank: int, learned: frozenset[str], shard_ra
         "parameters": tree_bytes(held),
         "gradients": tree_bytes(trained),
         "optimizer": tree_bytes(optimizer.init(trained)),
+        **({"average": tree_bytes(ema)} if (ema := init_ema(layout.config.train, held)) else {}),
     }
 
 

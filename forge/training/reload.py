@@ -25,6 +25,7 @@ from forge.config import DistributedConfig, EvalSource, JobConfig, load_config
 from forge.data import Batch, build_tokenizer, share_of
 from forge.distributed.launch import find_launch
 from forge.errors import CheckpointError
+from forge.training.average import params_to_use
 from forge.training.data_pipeline import open_data, open_eval_sets
 from forge.training.eval import run_eval_sets
 from forge.training.generate import Sampling
@@ -45,8 +46,8 @@ class Trained:
     state: TrainState
 
     def params(self) -> dict[str, Tensor]:
-        """The parameters to evaluate and export: the average, for schedule-free."""
-        return self.parts.optimizer.eval_params(self.state.params, self.state.opt_state)
+        """The parameters to evaluate and export: the average where the run keeps one."""
+        return params_to_use(self.parts.optimizer, self.state)
 
 
 @frozen

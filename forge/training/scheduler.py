@@ -13,7 +13,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from forge.config import REX, WSD, Constant, Cosine, DataPhase, Linear, NoSchedule, SchedulerConfig
+from forge.config import REX, WSD, Constant, Cosine, DataPhase, JobConfig, Linear, NoSchedule, SchedulerConfig
 from forge.config.job import DECAY_SHARE, WARMUP_SHARE
 
 Shape = Callable[[Tensor], Tensor]
@@ -79,6 +79,12 @@ def scaled_by_phase(schedule: Schedule, phases: Sequence[DataPhase]) -> Schedule
         return scale * schedule.at(n)
 
     return Schedule(scaled)
+
+
+def learning_rate(config: JobConfig, step: int) -> float:
+    """A job's learning rate at update `step`, from 0."""
+    schedule = scaled_by_phase(build_scheduler(config.scheduler, config.train.steps), config.data.all_phases)
+    return config.optimizer.lr * schedule(step)
 
 
 def _with_warmup(warmup: int, after: Shape) -> Shape:

@@ -28,7 +28,7 @@ class TrainState:
     tokens: Tensor  # int64 (): target tokens trained on
     params: dict[str, Tensor]  # by the module's fully-qualified names
     opt_state: PyTree
-    extras: PyTree  # what learns without a gradient: router biases, spike window
+    extras: PyTree  # what changes without a gradient: router biases, spike window, average
 
 
 @register_node

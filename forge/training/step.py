@@ -10,6 +10,7 @@ from torch import Tensor
 from forge.config import JobConfig
 from forge.metrics.timeline import OPTIMIZER, span
 from forge.pytree import foreach_norm, tree_norm
+from forge.training.average import average
 from forge.training.extras import balance_routers, routing
 from forge.training.grad import ValueAndGrad, clip_factor
 from forge.training.loss import LossSums
@@ -69,12 +70,14 @@ def build_train_step(
                 ok=good,
                 donate=donate,
             )
+            extras = balance_routers(extras, sums.router_counts, good, config.model.moe.bias_update_rate)
+            extras = average(extras, params, good, config.train.ema_decay, donate=donate)
         after = TrainState(
             step=state.step + 1,
             tokens=state.tokens + sums.tokens * good,
             params=params,
             opt_state=opt_state,
-            extras=balance_routers(extras, sums.router_counts, good, config.model.moe.bias_update_rate),
+            extras=extras,
         )
         return after, _result(sums, loss, grad_norm, lr, ~good, routing(sums, config.model.moe.top_k))
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import unittest.mock
+
 import numpy as np
 import pytest
 from attrs import frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.data import ByteTokenizer
+from forge.data import ByteTokenizer, encode
 from forge.data.documents import Document, is_held_out
 from forge.data.encode import encode_chunk, encode_documents, encode_only
 from forge.data.records import Rows
@@ -19,8 +21,15 @@ BYTES = ByteTokenizer()
 
 
 @settings(deadline=None)
-@given(texts=st.lists(st.text(max_size=9)), fraction=st.sampled_from([0, 0.3, 0.5]))
-def test_a_chunk_is_its_documents_by_their_names(texts, fraction):
+@given(
+    texts=st.lists(st.text(max_size=9)), fraction=st.sampled_from([0, 0.3, 0.5]), piece=st.sampled_from([1, 4, 1 << 24])
+)
+def test_a_chunk_is_its_documents_by_their_names_in_pieces_of_any_length(texts, fraction, piece):
+    with unittest.mock.patch.object(encode, "PIECE", piece):
+        _check_chunk(texts, fraction)
+
+
+def _check_chunk(texts, fraction):
     encoded = encode_chunk(Chunk(Rows("f", "f", 4, tuple(texts), "text"), (1, 2), 3), BYTES, fraction)
     for side, held_out in ((encoded.train, False), (encoded.held_out, True)):
         own = [text for n, text in enumerate(texts, 4) if text and is_held_out(f"f#{n}", fraction) == held_out]

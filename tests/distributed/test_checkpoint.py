@@ -36,18 +36,19 @@ from forge.training.parts import adopt, build_parts, initial_state, step_for, te
 from forge.training.runtime import open_runtime
 from forge.training.state import TrainState, init_state
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import JOB, MODEL, MOE, global_batch, local_batch, whole
+from tests.distributed.training import AVERAGED, JOB, MODEL, MOE, global_batch, local_batch, whole
 
 SMALL, HALF = evolve(MODEL, n_layers=2, vocab_size=37), 3  # 37 rows are not cut evenly
 JOBS = {
     "adamw": evolve(JOB, model=SMALL),
     "muon, tied": evolve(JOB, model=evolve(MODEL, n_layers=2, tied_embeddings=True), optimizer=Muon(adam_lr=1e-2)),
     "schedule_free": evolve(JOB, model=SMALL, optimizer=ScheduleFree(lr=1e-2), scheduler=NoSchedule()),
+    "averaged": evolve(AVERAGED, model=SMALL),
     "router biases": evolve(JOB, model=evolve(MOE, n_layers=2)),
 }
 FSDP, HSDP = {}, {"dp_replicate": 2}
 MIXED = {  # on four ranks, dp_shard being what is left
-    "hsdp 2x2": ("adamw", HSDP),
+    "hsdp 2x2": ("averaged", HSDP),
     "tp2 x fsdp2": ("muon, tied", {"tp": 2}),
     "pp2 x fsdp2": ("muon, tied", {"pp": 2}),
     "ep2 x fsdp2": ("router biases", {"ep": 2}),

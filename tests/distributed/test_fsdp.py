@@ -15,7 +15,18 @@ from forge.training.parts import build_parts, initial_state, seam_for
 from forge.training.runtime import open_runtime
 from tests.distributed.parity import assert_same_curve
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import FREE, JOB, MODEL, TRAIN, evaluate, global_batch, local_batch, train, whole
+from tests.distributed.training import (
+    AVERAGED,
+    FREE,
+    JOB,
+    MODEL,
+    TRAIN,
+    evaluate,
+    global_batch,
+    local_batch,
+    train,
+    whole,
+)
 
 JOBS = {
     "lion": evolve(JOB, optimizer=Lion(lr=1e-3)),
@@ -133,7 +144,12 @@ def test_options_say_when_parameters_are_gathered_and_freed():
         assert pipeline == [False, True]
 
 
+def _evaluate_both():
+    return evaluate(FREE), evaluate(AVERAGED)
+
+
 def test_evaluation_is_that_of_one_process_and_leaves_the_training_parameters():
-    expected = evaluate(FREE)
-    for losses in run_ranks(evaluate, 2, FREE):
-        assert losses == pytest.approx(expected, rel=1e-5)
+    expected = _evaluate_both()
+    for found in run_ranks(_evaluate_both, 2):
+        for losses, right in zip(found, expected, strict=True):
+            assert losses == pytest.approx(right, rel=1e-5)

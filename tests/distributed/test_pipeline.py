@@ -19,6 +19,7 @@ from forge.training.runtime import build_runtime, open_runtime
 from tests.distributed.parity import assert_same_curve
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import (
+    AVERAGED,
     FREE,
     JOB,
     MODEL,
@@ -73,6 +74,7 @@ def _everything(world_size):
     if world_size > 2:
         return _Found(curves, {}, [])
     evaluated = [evaluate(_staged(FREE, F1B1), 1), evaluate(_staged(FREE, LOOPED), 5)]
+    evaluated.append(evaluate(_staged(AVERAGED, LOOPED), 5))
     return _Found(curves, _first_sums(_staged(JOBS["moe"], F1B1)), evaluated)
 
 
@@ -167,7 +169,7 @@ def test_the_seam_computes_with_the_parameters_that_it_is_given(stages, one):
 
 
 def test_evaluation_is_that_of_one_process_for_any_number_of_micro_batches(found):
-    expected = [evaluate(FREE, 1), evaluate(FREE, 5)]
+    expected = [evaluate(FREE, 1), evaluate(FREE, 5), evaluate(AVERAGED, 5)]
     for rank in found[2]:
         for losses, right in zip(rank.evaluated, expected, strict=True):
             assert losses == pytest.approx(right, rel=1e-5)

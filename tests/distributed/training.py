@@ -23,7 +23,7 @@ from forge.config import (
 from forge.data.batch import IGNORE, Batch
 from forge.distributed.pipeline import gather_stages
 from forge.pytree import tree_leaves, tree_map
-from forge.training.optimizer import eval_params
+from forge.training.average import params_to_use
 from forge.training.parts import build_parts, initial_state, step_for
 from forge.training.runtime import Runtime, open_runtime
 
@@ -51,6 +51,7 @@ class Curve(NamedTuple):
 
 
 FREE = evolve(JOB, optimizer=ScheduleFree(lr=1e-2), scheduler=NoSchedule())
+AVERAGED = evolve(JOB, train=evolve(TRAIN, ema_decay=0.8))
 
 
 def global_batch(step: int) -> Batch:
@@ -107,7 +108,7 @@ def evaluate(job: JobConfig, count: int | None = None) -> list[float]:
         for n in range(3):
             step, state = step_at(n, state)
             state, _ = step(state, local_batch(global_batch(n), *share))
-            average = eval_params(parts.optimizer, state.params, state.opt_state)
+            average = params_to_use(parts.optimizer, state)
             before = [whole(p) for p in tree_leaves(state.params)]
             sums = parts.eval_step(average, state.extras, held_out)
             assert all(torch.equal(a, whole(b)) for a, b in zip(before, tree_leaves(state.params), strict=True))

@@ -9,8 +9,9 @@ import torch
 from attrs import evolve
 from torch.func import functional_call
 
-from forge.config import ModelConfig
-from forge.model.attention import Attention, attention_mask
+from forge.config import DataConfig, DistributedConfig, JobConfig, ModelConfig
+from forge.errors import ConfigError
+from forge.model.attention import Attention, attention_mask, check_attention_backend
 from forge.model.rope import apply_rope, rotary_table
 
 CONFIG = ModelConfig(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=6, vocab_size=19, max_seq_len=32)
@@ -103,3 +104,24 @@ def test_padding_is_seen_by_nobody_but_itself():
     found = attention_mask(CONFIG, torch.arange(4), 0, None, padding=torch.tensor([0, 2]))
     assert found[0, 0].tolist() == torch.ones(4, 4, dtype=torch.bool).tril().tolist()
     assert found[1, 0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
+UNMASKED = JobConfig(data=DataConfig(isolate_documents=False))
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        JobConfig(data=DataConfig(isolate_documents=True)),
+        evolve(UNMASKED, model=ModelConfig(sliding_window=8)),
+        evolve(UNMASKED, distributed=DistributedConfig(cp=2)),
+    ],
+)
+def test_flash_on_cuda_is_refused_where_a_run_needs_masks_and_there_alone(job):
+    flash = evolve(job, model=evolve(job.model, attention_backend="flash"))
+    with pytest.raises(ConfigError, match="flash takes no masks"):
+        check_attention_backend(flash, torch.device("cuda"))
+    check_attention_backend(flash, torch.device("cpu"))
+    check_attention_backend(job, torch.device("cuda"))
+    plain = evolve(UNMASKED, model=ModelConfig(attention_backend="flash"))
+    check_attention_backend(plain, torch.device("cuda"))

@@ -19,6 +19,8 @@ from forge.config import (
     WSD,
     AdamW,
     CheckpointConfig,
+    Constant,
+    Cosine,
     DataConfig,
     DataSource,
     EvalConfig,
@@ -41,8 +43,10 @@ from forge.errors import CheckpointError, ConfigError, DataError, RunError, Stop
 from forge.pytree import tree_equal, tree_map
 from forge.resilience import TooManySkips
 from forge.training import data_pipeline, run_training
-from forge.training.data_pipeline import build_data_pipeline
+from forge.training.data_pipeline import build_data_pipeline, open_data
+from forge.training.eval import run_eval_sets
 from forge.training.hooks import Hook
+from forge.training.reload import evaluate_run, load_run
 
 MODEL = ModelConfig(dim=16, n_layers=2, n_heads=2, vocab_size=257, max_seq_len=16)
 TRAIN = TrainConfig(steps=8, seq_len=16, global_batch_size=4, micro_batch_size=2)
@@ -153,6 +157,7 @@ VARIANTS = {
     ),
     "two sources in two phases": lambda job: evolve(job, data=_mixed(job.data)),
     "bf16 weights": lambda job: evolve(job, train=evolve(TRAIN, param_dtype="bf16", precision="fp32")),
+    "averaged": lambda job: evolve(job, train=evolve(TRAIN, ema_decay=0.7, spike_sigma=9.0, spike_window=3)),
 }
 
 
@@ -239,6 +244,32 @@ def test_a_finished_run_says_so_and_more_steps_go_on(job, capsys):
     assert "has finished all its 8 steps; --train.steps 16 would go on" in capsys.readouterr().out
     constant = evolve(job, train=evolve(TRAIN, steps=10))
     assert int(run_training(constant).step) == 10
+
+
+@pytest.mark.parametrize(("scheduler", "jumps"), [(Cosine(), True), (Constant(warmup_steps=2), False)])
+def test_more_steps_that_move_the_rate_are_warned_of(job, caplog, scheduler, jumps):
+    job = evolve(job, scheduler=scheduler)
+    run_training(job)
+    assert "learning rate" not in caplog.text
+    run_training(evolve(job, train=evolve(TRAIN, steps=16)))
+    assert ("goes on at 0.00" in caplog.text and "train.steps was 8 and is 16 now" in caplog.text) == jumps
+
+
+def test_what_is_evaluated_of_a_run_with_an_average_is_the_average(job):
+    job = evolve(job, train=evolve(TRAIN, ema_decay=0.9))
+    state = run_training(job)
+    trained = load_run(job.run_dir, device="cpu")
+    used = trained.params()
+    weights = [0.9**age for age in range(8)]
+    assert float(state.extras["ema"]["weight"]) == pytest.approx(0.1 * sum(weights), rel=1e-5)
+    assert not tree_equal(used, state.params)
+    by_hand = evaluate_run(job.run_dir, batches=2, device="cpu")["eval/loss"]
+    assert by_hand == pytest.approx(_steps(job.run_dir, "eval/loss")[8], rel=1e-5)
+    last = run_eval_sets(
+        trained.parts.eval_step, state.params, state.extras,
+        open_data(trained.config, trained.parts.runtime).eval_sets, place=lambda batch: batch,
+    )  # fmt: skip
+    assert abs(last["eval/loss"] - by_hand) > 1e-4
 
 
 def test_a_contradicting_config_is_refused_and_the_run_left_alone(job):

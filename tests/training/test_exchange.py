@@ -6,11 +6,14 @@ import json
 
 import pytest
 import torch
+from attrs import evolve
 from safetensors.torch import load_file
 
 from forge.checkpoint import list_checkpoints
 from forge.config import load_config
+from forge.pytree import tree_equal
 from forge.training import run_training
+from forge.training.reload import load_run
 from tests.checkpoint.huggingface.peers import peer_logits, run_logits, saved_peer
 from tests.cli_job import call, refused, tree_of
 
@@ -136,3 +139,25 @@ def test_a_model_without_a_tokenizer_says_where_to_put_one(folders, tmp_path):
     status, out, _ = call("import", "--path", tmp_path / "hf", "--run-dir", tmp_path / "run")
     assert status == 0 and f"its tokenizer.json was not there: put it at {tmp_path}/run/tokenizer/tokenizer.json" in out
     assert "tokenizer.json: no such file" in refused("generate", "--run-dir", tmp_path / "run")
+
+
+def test_a_run_starts_from_what_another_run_would_export(folders, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert call(*_flags(folders, "--run-dir", first, "--train.ema-decay", 0.9))[0] == 0
+    status, out, err = call("import", "--path", first, "--run-dir", second, "--step", 6)
+    assert status == 0 and f"--config {second}/config.toml" in out, err
+    before, after = load_run(first, device="cpu"), load_run(second, device="cpu")
+    assert tree_equal(after.state.params, before.params()) and not tree_equal(before.params(), before.state.params)
+    assert int(after.state.step) == 0 and not after.state.extras["ema"]["weight"]
+    assert load_config(second / "config.toml") == evolve(load_config(first / "config.toml"), run_dir=str(second))
+    assert call(*_flags(folders, "--config", second / "config.toml", "--optimizer.lr", 1e-5))[0] == 0
+    assert int(load_run(second, device="cpu").state.step) == 6
+
+
+def test_a_run_is_not_imported_over_another_and_a_step_must_be_there(folders, tmp_path):
+    assert call(*_flags(folders, "--run-dir", tmp_path / "run"))[0] == 0
+    before = tree_of(tmp_path / "run")
+    assert "holds a run already" in refused("import", "--path", folders / "run", "--run-dir", tmp_path / "run")
+    missing = refused("import", "--path", tmp_path / "run", "--run-dir", tmp_path / "new", "--step", 99)
+    assert "no such checkpoint" in missing
+    assert tree_of(tmp_path / "run") == before and not (tmp_path / "new").exists()

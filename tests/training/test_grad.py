@@ -182,11 +182,12 @@ def test_bf16_compute_on_the_cpu_sums_over_many_tokens_in_fp32(tied):
         assert float((found[name] - exact[name]).norm() / exact[name].norm()) < 0.05, name
 
 
-def test_a_label_outside_the_vocabulary_is_refused():
+@pytest.mark.parametrize("transform", ["backward", "func"])
+def test_a_label_outside_the_vocabulary_is_refused(transform):
     batch = _batch()
     batch.labels[0, 1, 2] = 13
     with pytest.raises(DataError, match=r"label 13 at position \(0, 1, 2\)"):
-        _seam()(PARAMS, {}, batch)
+        _seam(transform)(PARAMS, {}, batch)
 
 
 @settings(deadline=None, max_examples=30)

@@ -143,6 +143,15 @@ def test_the_planned_optimizer_state_is_the_real_one(name):
     assert memory["gradients"] == _beside_sums(job) * trained
 
 
+@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+def test_the_planned_average_is_the_real_one(param_dtype):
+    job = _train(ema_decay=0.99, param_dtype=param_dtype)
+    state = initial_state(job, build_parts(job, build_runtime(job)))
+    kept = sum(leaf.nbytes for leaf in tree_leaves(state.extras["ema"]))
+    assert plan_run(job, tflops=1).memory["average"] == kept > 4 * sum(p.numel() for p in state.params.values())
+    assert "average" not in plan_run(JOB, tflops=1).memory
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "experts"])
 def test_the_planned_parameters_are_those_of_the_model(name):
     job = JOBS[name]

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from forge.checkpoint.folder import checkpoint_path, list_checkpoints
 from forge.checkpoint.huggingface.config_json import load_config_json
 from forge.checkpoint.huggingface.families import Family
 from forge.checkpoint.huggingface.tensors import Origins, is_buffer, origins, to_family, to_forge, units
 from forge.checkpoint.huggingface.tokenizer import TOKENIZER, copy_tokenizer
-from forge.checkpoint.huggingface.write import DTYPES, split_by_size
-from forge.checkpoint.layout import PARAMS_PREFIX, Box, Layout, Leaf, layout_to_json
-from forge.checkpoint.load import PARAMETERS_ONLY, opened
-from forge.checkpoint.save import CONFIG, LAYOUT, Files, describe_file, publish, write_tensors, writing
-from forge.config import DataConfig, JobConfig, ModelConfig, TrainConfig, save_config
+from forge.checkpoint.load import opened
+from forge.checkpoint.parameters import DTYPES, FILE_BYTES, check_no_run, split_by_size, write_start
+from forge.checkpoint.save import writing
+from forge.config import DataConfig, JobConfig, ModelConfig, TrainConfig
 from forge.errors import CheckpointError
 from forge.files import parse_json
 from forge.model import build_model
@@ -27,7 +25,6 @@ from forge.model import build_model
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 HEAD = "lm_head.weight"
-FILE_BYTES = 4 * 10**9
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -60,8 +57,7 @@ def import_folder(folder: Path, run_dir: Path, *, dtype: str = "keep") -> tuple[
         CheckpointError: files are missing, damaged or hold other tensors, or the run folder holds a run.
     """
     family, model = load_config_json(folder / "config.json")
-    if list_checkpoints(run_dir / "checkpoints") or (run_dir / CONFIG).exists():
-        raise CheckpointError(f"{run_dir} holds a run already: choose another --run-dir")
+    check_no_run(run_dir)
     meta = {name: p.detach() for name, p in build_model(model).named_parameters()}
     found = origins(family, meta)
     with open_weights(folder, family) as tensors:
@@ -69,12 +65,10 @@ def import_folder(folder: Path, run_dir: Path, *, dtype: str = "keep") -> tuple[
         stored = {tensors[name].dtype for origin in found.values() for name in origin.tensors}
         kept = ("bf16" if stored == {"BF16"} else "fp32") if dtype == "keep" else dtype
         config = _run_config(run_dir, model, kept)
-        final = checkpoint_path(run_dir / "checkpoints", 0)
-        with writing(final):
-            _write_checkpoint(final, config, found, meta, tensors, str(folder))
-            if (folder / TOKENIZER).is_file():
+        if (folder / TOKENIZER).is_file():
+            with writing(run_dir):
                 copy_tokenizer(folder / TOKENIZER, Path(config.data.tokenizer).parent)
-            save_config(config, run_dir / CONFIG)
+        write_start(run_dir, config, _converted(found, meta, tensors, DTYPES[kept]), str(folder))
     return family.model_type, config
 
 
@@ -162,34 +156,12 @@ def _check_tied(folder: Path, head: Stored, embedding: Stored | None) -> None:
         )
 
 
-def _write_checkpoint(
-    final: Path,
-    config: JobConfig,
-    found: Origins,
-    meta: Mapping[str, Tensor],
-    tensors: Mapping[str, Stored],
-    origin: str,
-) -> None:
-    """Write the parameters aside, file by file, and give the folder its name."""
-    aside, dtype = final.with_name(f".{final.name}.writing"), DTYPES[config.train.param_dtype]
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    layout: Layout = {}
-    files: Files = {}
+def _converted(
+    found: Origins, meta: Mapping[str, Tensor], tensors: Mapping[str, Stored], dtype: torch.dtype
+) -> Generator[dict[str, Tensor], None, None]:
+    """forge's parameters, file by file."""
     groups = [(names, sum(meta[name].numel() * dtype.itemsize for name in names)) for names in units(found).values()]
-    try:
-        for number, group in enumerate(split_by_size(groups, FILE_BYTES)):
-            names, file = [name for unit in group for name in unit], f"params.{number:05d}.safetensors"
-            sources = {source: tensors[source].read() for name in names for source in found[name].tensors}
-            params = {name: tensor.to(dtype) for name, tensor in to_forge(found, sources, names).items()}
-            files[file] = write_tensors(aside / file, params)
-            for name, tensor in params.items():
-                shape = tuple(tensor.shape)
-                whole = Box((0,) * len(shape), shape)
-                layout[PARAMS_PREFIX + name] = Leaf(shape, str(dtype).removeprefix("torch."), ((file, whole),))
-        (aside / LAYOUT).write_text(layout_to_json(layout), encoding="utf-8")
-        save_config(config, aside / CONFIG)
-        files |= {name: describe_file(aside / name) for name in (LAYOUT, CONFIG)}
-        publish(aside, final, step=0, tokens=0, files=files, notes={PARAMETERS_ONLY: True, "imported": origin})
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    for group in split_by_size(groups, FILE_BYTES):
+        names = [name for unit in group for name in unit]
+        sources = {source: tensors[source].read() for name in names for source in found[name].tensors}
+        yield {name: tensor.to(dtype) for name, tensor in to_forge(found, sources, names).items()}

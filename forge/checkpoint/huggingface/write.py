@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,16 @@ from forge.checkpoint.huggingface.config_json import write_config_json
 from forge.checkpoint.huggingface.families import family_of
 from forge.checkpoint.huggingface.tensors import Origins, origins, to_family, units
 from forge.checkpoint.huggingface.tokenizer import write_tokenizer
-from forge.checkpoint.layout import Layout
-from forge.checkpoint.load import read_layout, read_parts, verify_checkpoint
+from forge.checkpoint.load import verify_checkpoint
+from forge.checkpoint.parameters import DTYPES, Read, open_parameters, split_by_size
 from forge.checkpoint.save import CONFIG, write_tensors, writing
-from forge.config import JobConfig, ModelConfig, ScheduleFree, load_config
+from forge.config import JobConfig, ModelConfig, load_config
 from forge.data import build_tokenizer
 from forge.errors import CheckpointError, ConfigError
 from forge.files import sync_file, sync_folder
 from forge.model import build_model
-from forge.pytree import tree_flatten_named, tree_unflatten_named
-from forge.training.optimizer import build_optimizer, init_opt_state, parameter_roles, with_master_weights
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-Read = Callable[[Iterable[str]], dict[str, Tensor]]
-"""Names of parameters -> their values."""
 
 
 def parse_size(text: str) -> int:
@@ -116,40 +110,16 @@ def _write_weights(
         _write_json(folder / "model.safetensors.index.json", {"metadata": metadata, "weight_map": placed})
 
 
-def split_by_size(groups: Iterable[tuple[list[str], int]], most: int) -> list[list[list[str]]]:
-    """Groups with their bytes -> consecutive ones together, of at most `most` bytes, but at least one group."""
-    shards: list[list[list[str]]] = []
-    room = 0
-    for group, size in groups:
-        if not shards or size > room:
-            shards.append([])
-            room = most
-        shards[-1].append(group)
-        room -= size
-    return shards
-
-
 def _reader(path: Path, config: JobConfig) -> Read:
-    """The parameters to evaluate and export, from a checkpoint: the average, for schedule-free."""
-    layout, model = read_layout(path), build_model(config.model)
-    meta = {name: p.detach() for name, p in model.named_parameters()}
-    dtype = DTYPES[config.train.param_dtype]
-    optimizer = build_optimizer(config.optimizer, parameter_roles(model))
-    if config.train.param_dtype != "fp32":
-        optimizer = with_master_weights(optimizer)
-    averaged = _averaged(config, layout)
-    folds = config.model.mup_base_dim is not None
+    """The parameters to use of a checkpoint, for the standard model."""
+    read = open_parameters(path, config)
+    if config.model.mup_base_dim is None:
+        return read
 
-    def read(names: Iterable[str]) -> dict[str, Tensor]:
-        params = {name: meta[name].to(dtype) for name in names}
-        state = init_opt_state(optimizer, {name: p for name, p in params.items() if name in averaged})
-        template = {"params": params, "opt_state": state}
-        leaves = read_parts(path, layout, tree_flatten_named(template), "cpu")
-        found = tree_unflatten_named(template, leaves)
-        params = optimizer.eval_params(found["params"], found["opt_state"]) if averaged else found["params"]
-        return {name: p * standard_factor(name, config.model) for name, p in params.items()} if folds else params
+    def folded(names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: p * standard_factor(name, config.model) for name, p in read(names).items()}
 
-    return read
+    return folded
 
 
 def standard_factor(name: str, model: ModelConfig) -> float:
@@ -163,11 +133,3 @@ def standard_factor(name: str, model: ModelConfig) -> float:
     if model.attention_scale is not None and module.endswith(".q_norm" if model.qk_norm else ".wq"):
         return model.attention_scale * math.sqrt(model.head_width)
     return 1.0
-
-
-def _averaged(config: JobConfig, layout: Layout) -> set[str]:
-    """The parameters whose state the average is recovered from; those that were trained by schedule-free."""
-    if not isinstance(config.optimizer, ScheduleFree):
-        return set()
-    start = "opt_state/z/"
-    return {name.removeprefix(start) for name in layout if name.startswith(start)}

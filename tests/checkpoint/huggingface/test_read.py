@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forge.checkpoint import has_parameters_only, read_manifest, verify_checkpoint
+from forge.checkpoint import has_parameters_only, parameters, read_manifest, verify_checkpoint
 from forge.checkpoint.huggingface import import_folder, read
 from forge.config import load_config
 from forge.errors import CheckpointError, ConfigError
@@ -166,7 +166,7 @@ def test_a_full_disk_leaves_no_checkpoint(llama, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(read, "write_tensors", full)
+    monkeypatch.setattr(parameters, "write_tensors", full)
     with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left"):
         import_folder(llama, tmp_path / "run")
     assert list((tmp_path / "run/checkpoints").iterdir()) == []

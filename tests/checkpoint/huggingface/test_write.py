@@ -128,6 +128,16 @@ def test_what_schedule_free_exports_is_the_average(tmp_path):
     assert not torch.equal(average["head.weight"], load_run(tmp_path / "run", device="cpu").state.params["head.weight"])
 
 
+def test_what_a_run_with_an_average_exports_is_the_average(tmp_path):
+    path = _checkpoint(_job(MODELS["llama"], ema_decay=0.9), tmp_path / "run")
+    export_checkpoint(path, tmp_path / "hf", shard_bytes=4000)
+    trained = load_run(tmp_path / "run", device="cpu")
+    import_folder(tmp_path / "hf", tmp_path / "back")
+    back, average = load_run(tmp_path / "back", device="cpu").params(), trained.params()
+    assert all(torch.equal(back[name], average[name]) for name in average)
+    assert not torch.equal(average["head.weight"], trained.state.params["head.weight"])
+
+
 @pytest.mark.parametrize(
     ("param_dtype", "asked", "written"),
     [("bf16", "keep", "bfloat16"), ("bf16", "fp32", "float32"), ("fp32", "bf16", "bfloat16")],
