@@ -103,6 +103,8 @@ def _layout(args: RunFolder, argv: Sequence[str]) -> DistributedConfig | None:
 
 def prepare(argv: Sequence[str]) -> None:
     """Text to token shards."""
+    if sum(word == "--path" or word.startswith("--path=") for word in argv) > 1:
+        raise ConfigError("--path is given more than once: name several files by a folder or a glob")
     args = parse(Prepare, argv, prog="cli.py prepare")
     from forge.data import available_cores, build_tokenizer, verify
     from forge.data import prepare as prepare_folder

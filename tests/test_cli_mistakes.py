@@ -210,7 +210,14 @@ def test_a_run_folder_without_checkpoint_is_refused(tmp_path, command):
 )
 def test_a_mistake_in_prepare_is_one_line_and_makes_no_folder(preset, argv, message):
     out = preset.parent / "prepared"
-    assert message in refused("prepare", "--path", preset.parent / "text", "--out", out, *argv)
+    text = [] if "--path" in argv else ["--path", preset.parent / "text"]
+    assert message in refused("prepare", *text, "--out", out, *argv)
+    assert not out.exists()
+
+
+def test_a_second_path_to_prepare_is_not_taken_in_the_place_of_the_first(preset):
+    text, out = preset.parent / "text", preset.parent / "prepared"
+    assert "--path is given more than once" in refused("prepare", "--path", text, f"--path={text}", "--out", out)
     assert not out.exists()
 
 

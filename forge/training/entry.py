@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -218,6 +219,8 @@ def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path
     """The newest sound checkpoint of the run folder, if it fits the config."""
     root = run_dir / "checkpoints"
     if runtime.leads:
+        if root.exists() and not (root.is_dir() and os.access(root, os.W_OK)):
+            raise RunError(f"{root}: no checkpoint can be written there: make it a folder of yours, or take another --run-dir")
         remove_leftovers(root)
     saved = latest_sound(root)
     if saved is None:

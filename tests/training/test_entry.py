@@ -272,6 +272,14 @@ def test_what_is_evaluated_of_a_run_with_an_average_is_the_average(job):
     assert abs(last["eval/loss"] - by_hand) > 1e-4
 
 
+def test_a_place_where_no_checkpoint_can_be_written_is_refused_before_the_first_step(job):
+    Path(job.run_dir).mkdir()
+    Path(job.run_dir, "checkpoints").write_text("in the way")
+    with pytest.raises(RunError, match=r"checkpoints: no checkpoint can be written there"):
+        run_training(job)
+    assert not Path(job.run_dir, "metrics.jsonl").exists()
+
+
 def test_a_contradicting_config_is_refused_and_the_run_left_alone(job):
     run_training(job)
     before = sorted((p.path, p.stat().st_mtime_ns) for p in os.scandir(job.run_dir))
