@@ -102,10 +102,13 @@ def write_start(run_dir: Path, config: JobConfig, pieces: Iterable[dict[str, Ten
             (aside / LAYOUT).write_text(layout_to_json(layout), encoding="utf-8")
             save_config(config, aside / CONFIG)
             files |= {name: describe_file(aside / name) for name in (LAYOUT, CONFIG)}
+            save_config(config, run_dir / CONFIG)
             publish(aside, final, step=0, tokens=0, files=files, notes={PARAMETERS_ONLY: True, "imported": origin})
+        except BaseException:
+            (run_dir / CONFIG).unlink(missing_ok=True)
+            raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        save_config(config, run_dir / CONFIG)
 
 
 def split_by_size(groups: Iterable[tuple[list[str], int]], most: int) -> list[list[list[str]]]:
@@ -123,6 +126,8 @@ def split_by_size(groups: Iterable[tuple[list[str], int]], most: int) -> list[li
 
 def start_from(path: Path, run_dir: Path, *, dtype: str = "keep") -> JobConfig:
     """Make a run that starts from the parameters to use of another run's checkpoint, under that run's config.
+
+    Nothing else goes over: step, optimizer state and the balancing biases of sigmoid routers begin anew.
 
     Args:
         dtype: of the stored parameters: keep | fp32 | bf16.

@@ -120,7 +120,7 @@ class Import:
     run_dir: str
     """Folder of the run to make; it must hold none."""
     dtype: Literal["keep", "fp32", "bf16"] = "keep"
-    """Of the stored parameters; keep = bf16 where all weights are, else fp32."""
+    """Of the stored parameters; keep = as the run has them, or bf16 where all weights of a model are, else fp32."""
     step: int = field(default=-1, validator=integer(least=-1))
     """Which checkpoint of a run; -1 = the newest sound one."""
 

@@ -124,8 +124,8 @@ class ModelConfig:
     init_std: float = field(default=0.02, validator=number(above=0))
     """Standard deviation of the initial weights; residual outputs get init_std / sqrt(2 n_layers)."""
     mup_base_dim: int | None = field(default=None, validator=optional(integer(least=1)))
-    """muP: the dim at which learning rate, decay and init_std were tuned; unset = the standard parametrisation. Heads and
-    hidden widths are taken to grow with dim: give those of both models in proportion."""
+    """muP: the dim at which learning rate, decay and init_std were tuned; unset = the standard parametrisation. Heads
+    and hidden widths are taken to grow with dim: give those of both models in proportion."""
     moe: MoEConfig = field(factory=MoEConfig)
     """Mixture of experts."""
 

@@ -25,6 +25,7 @@ _BACKENDS = {
 }
 
 Mask = Tensor | BlockMask
+"""Bool (1 or B, 1, queries, keys), or the same by blocks for flex_attention."""
 
 
 def check_attention_backend(config: JobConfig, device: torch.device) -> None:
@@ -45,9 +46,6 @@ def check_attention_backend(config: JobConfig, device: torch.device) -> None:
         raise ConfigError(
             f"model.attention_backend = flash takes no masks on CUDA, and {key} needs them: choose auto, or flex"
         )
-
-
-"""Bool (1 or B, 1, queries, keys), or the same by blocks for flex_attention."""
 
 
 def attention_mask(

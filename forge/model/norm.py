@@ -39,7 +39,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., dim)
         weight, bias = self.weight, self.bias
-        if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+        low = x.dtype in (torch.bfloat16, torch.float16)
+        if low and x.device.type == "cpu" and not isinstance(x, FakeTensor):  # a plan is of what CUDA keeps
             # The CPU's kernel would sum the gradients of weight and bias over the rows in bf16.
             wide_bias = None if bias is None else bias.float()
             return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, self.eps).to(x.dtype)

@@ -1,6 +1,6 @@
 """An average of the parameters over the updates, which often evaluates better than the last of them.
 
-Exponential, and divided by its weights as Adam's moments are (Polyak & Juditsky 1992; Kingma & Ba 2015, sec. 3): after
+Exponential, and corrected for its start as Adam's moments are (Polyak & Juditsky 1992; Kingma & Ba 2015, sec. 3): after
 update n it is the mean of the parameters after updates 1 to n, that of update k weighing decay^(n - k).
 """
 
@@ -22,20 +22,22 @@ Params = dict[str, Tensor]
 def init_ema(config: TrainConfig, params: Params) -> PyTree:
     """What `TrainState.extras` holds of the average at the start: nothing where `train.ema_decay` is unset.
 
-    `sum` has the shapes and layout of the parameters, fp32 at least; `weight` is fp32 (), what the sums are divided by.
+    `mean` has the shapes and layout of the parameters, fp32 at least; `weight` is fp32 (), 1 - decay^n after n updates.
     """
     if config.ema_decay is None:
         return {}
-    sums = {name: as_sharded(torch.zeros_like(local_data(p), dtype=wide(p)), p) for name, p in params.items()}
-    return {"ema": {"sum": sums, "weight": torch.zeros((), device=next(iter(params.values())).device)}}
+    mean = {name: as_sharded(torch.zeros_like(local_data(p), dtype=wide(p)), p) for name, p in params.items()}
+    return {"ema": {"mean": mean, "weight": torch.zeros((), device=next(iter(params.values())).device)}}
 
 
 def average(extras: PyTree, params: Params, good: Tensor, decay: float | None, *, donate: bool = False) -> PyTree:
     """Take the parameters after an update into the average; nothing moves where `good`, bool (), is false.
 
+    The mean itself is kept, not a sum to be divided: what does not change is averaged to the bit.
+
     Args:
         decay: `train.ema_decay`.
-        donate: the sums may be overwritten.
+        donate: the mean may be overwritten.
 
     Raises:
         ConfigError: the state was made without an average.
@@ -44,24 +46,23 @@ def average(extras: PyTree, params: Params, good: Tensor, decay: float | None, *
         return extras
     if "ema" not in extras:
         raise ConfigError("train.ema_decay is set, but the state keeps no average: add init_ema to its extras")
-    sums, rate = extras["ema"]["sum"], (1 - decay) * good
+    mean, weight, rate = extras["ema"]["mean"], extras["ema"]["weight"], (1 - decay) * good
+    weight = weight + rate * (1 - weight)
+    share = torch.where(good, rate / weight, 0.0)
     lerp = torch.Tensor.lerp_ if donate else torch.lerp
     with torch.no_grad():
-        for_all = {name: lerp(local_data(s), local_data(params[name]).to(wide(s)), rate) for name, s in sums.items()}
-    sums = {name: as_sharded(part, sums[name]) for name, part in for_all.items()}
-    weight = extras["ema"]["weight"]
-    return {**extras, "ema": {"sum": sums, "weight": weight + rate * (1 - weight)}}
+        moved = {name: lerp(local_data(m), local_data(params[name]).to(wide(m)), share) for name, m in mean.items()}
+    return {**extras, "ema": {"mean": {n: as_sharded(m, mean[n]) for n, m in moved.items()}, "weight": weight}}
 
 
 def averaged(params: Params, extras: PyTree) -> Params:
     """The average in the dtype of the parameters; they themselves before the first update, or where none is kept."""
     if "ema" not in extras:
         return params
-    weight, found = extras["ema"]["weight"], {}
-    for name, total in extras["ema"]["sum"].items():
+    begun, found = extras["ema"]["weight"] > 0, {}
+    for name, mean in extras["ema"]["mean"].items():
         part = local_data(params[name])
-        mean = torch.where(weight > 0, local_data(total) / weight, part).to(part.dtype)
-        found[name] = as_sharded(mean, params[name])
+        found[name] = as_sharded(torch.where(begun, local_data(mean).to(part.dtype), part), params[name])
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from forge.checkpoint import (
     check_resumable,
@@ -220,7 +220,7 @@ def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path
     root = run_dir / "checkpoints"
     if runtime.leads:
         if root.exists() and not (root.is_dir() and os.access(root, os.W_OK)):
-            raise RunError(f"{root}: no checkpoint can be written there: make it a folder of yours, or take another --run-dir")
+            raise RunError(f"{root}: no checkpoint can be written there: make it a folder, or take another --run-dir")
         remove_leftovers(root)
     saved = latest_sound(root)
     if saved is None:
@@ -238,12 +238,14 @@ def _find_checkpoint(config: JobConfig, run_dir: Path, runtime: Runtime) -> Path
 
 
 def _warn_of_jump(before: JobConfig, config: JobConfig, step: int) -> None:
-    """Say so where a decay that is stretched or cut takes the learning rate elsewhere at once."""
-    old, new = learning_rate(before, step), learning_rate(config, step)
-    if step < config.train.steps and not math.isclose(old, new, rel_tol=1e-3):
+    """Say so where another number of steps, of which warmup and decay are shares, moves the learning rate at once."""
+    steps, planned = config.train.steps, before.train.steps
+    old = learning_rate(evolve(config, train=evolve(config.train, steps=planned)), step)
+    new = learning_rate(config, step)
+    if step < steps and not math.isclose(old, new, rel_tol=1e-3):
         log.warning(
-            "the learning rate goes on at %.3g, not at %.3g: train.steps was %d and is %d now, and %s decays over all",
-            new, old, before.train.steps, config.train.steps, config.scheduler.name,
+            "the learning rate goes on at %.3g, not at %.3g: it spans train.steps, which was %d and is %d now",
+            new, old, planned, steps,
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from forge.checkpoint.huggingface import export_checkpoint, import_folder, parse_size
 from forge.checkpoint.parameters import start_from
 from forge.config import JobConfig
+from forge.errors import ConfigError
 from forge.metrics import count_parameters
 from forge.resilience import lock_run
 from forge.training.reload import choose_checkpoint
@@ -48,21 +49,23 @@ def import_run(folder: str | Path, run_dir: str | Path, *, step: int = -1, dtype
         ForgeError: a model that forge cannot express, damaged files, or a folder that holds a run.
     """
     folder, run_dir = Path(folder), Path(run_dir)
-    if (folder / "checkpoints").is_dir():
+    if not (folder / "config.json").exists() and (folder / "checkpoints").is_dir():
         path = choose_checkpoint(folder / "checkpoints", step)
         with lock_run(run_dir):
             config = start_from(path, run_dir, dtype=dtype)
-        return _started(config, str(path), "")
+        return _started(config, str(path), "", "")
+    if step != -1:
+        raise ConfigError(f"--step {step}: {folder} is no run, and has no steps to choose from")
     with lock_run(run_dir):
         family, config = import_folder(folder, run_dir, dtype=dtype)
     tokenizer = config.data.tokenizer
     missing = "" if Path(tokenizer).is_file() else f" its tokenizer.json was not there: put it at {tokenizer};"
-    return _started(config, family, missing)
+    return _started(config, family, missing, " --data.path YOUR_TEXT")
 
 
-def _started(config: JobConfig, origin: str, missing: str) -> str:
+def _started(config: JobConfig, origin: str, missing: str, flags: str) -> str:
     size, kept, run_dir = count_parameters(config.model).total / 1e6, config.train.param_dtype, config.run_dir
     return (
         f"{run_dir}: {origin}, {size:.2f} M parameters in {kept};{missing}"
-        f" train: python cli.py train --config {run_dir}/config.toml --data.path YOUR_TEXT"
+        f" train: python cli.py train --config {run_dir}/config.toml{flags}"
     )

@@ -33,7 +33,7 @@ class TokenLosses(NamedTuple):
 
     total: Tensor  # fp32 (): sum of the objective, the differentiable one
     ce: Tensor  # fp32 (N,): cross entropy, without smoothing
-    squared_lse: Tensor  # fp32 (N,): logsumexp(logits)^2, the z-loss before its weight; zero where that is 0
+    squared_lse: Tensor  # fp32 (N,): logsumexp(logits)^2, the z-loss before its weight; without one fused leaves it 0
 
 
 def token_losses(logits: Tensor, labels: Tensor, options: LossOptions) -> TokenLosses:

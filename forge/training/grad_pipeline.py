@@ -253,7 +253,7 @@ def build_pipeline_eval_step(
 ) -> EvalStep:
     """`eval_step(params, extras, batch)` over a pipeline, with any number of micro-batches; every rank calls it.
 
-    Parameters other than the stages' own (schedule-free's average) are lent to them for the call.
+    Parameters other than the stages' own (an average) are lent to them for the call.
     """
     pipe = _Pipe(stages, loss_fn, mesh, compute_dtype)
     own: Params = dict(stages.named_parameters())

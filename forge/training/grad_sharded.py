@@ -75,7 +75,7 @@ def build_sharded_value_and_grad(
 def build_sharded_eval_step(model: Transformer, loss_fn: LossFn, *, mesh: Mesh, vocab_size: int) -> EvalStep:
     """`eval_step(params, extras, batch)` over a parallelized model; every rank calls it with its share of the batch.
 
-    Parameters other than the module's own (schedule-free's average) are lent to it for the call.
+    Parameters other than the module's own (an average) are lent to it for the call.
     """
     own: Params = dict(model.named_parameters())
 

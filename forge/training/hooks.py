@@ -24,7 +24,11 @@ class StepEnd:
 
 
 class Hook:
-    """Override what you need. A hook that raises stops the run: the state is saved and the exception passed on."""
+    """Override what you need.
+
+    A hook that raises stops the run, and the exception is passed on; on one process the state is saved first, if an
+    update was made.
+    """
 
     def on_train_begin(self, config: JobConfig, step: int) -> None:
         """Before the first update; `step` updates were made in earlier runs."""

@@ -44,7 +44,8 @@ class Loop:
 def run_loop(state: TrainState, loop: Loop, interruption: Interruption) -> TrainState:
     """Train until the last step or an interruption, and save there.
 
-    Should a hook, an evaluation or the data fail, the state is saved before the exception goes on.
+    Should a hook, an evaluation or the data fail, the state is saved before the exception goes on, where there is one
+    process; of several nothing is saved then.
 
     Raises:
         TooManySkips: the last good checkpoints stay, rather than make room for this state.

@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from forge.config import JobConfig
 from forge.metrics import ParameterCount, count_flops_per_token, count_parameters
 from forge.model import build_model
+from forge.model.attention import check_attention_backend
 from forge.training.average import init_ema
 from forge.training.optimizer import build_optimizer, parameter_roles, with_master_weights
 from forge.training.plan import (
@@ -68,6 +69,7 @@ def plan_ranks(config: JobConfig, gpus: int, *, tflops: float) -> LayoutPlan:
         ConfigError: the run would be refused.
     """
     check_addressable(config)
+    check_attention_backend(config, torch.device("cpu" if config.train.device == "cpu" else "cuda"))
     config = _on_gpus(config)
     runtime = build_runtime(config)
     layout = build_layout(config, gpus, runtime.compute_dtype, runtime.param_dtype)

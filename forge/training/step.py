@@ -38,13 +38,17 @@ def build_train_step(
     counter moves on to the next batch. All of it is decided on the device.
 
     Args:
-        config: gives `optimizer.lr`, `train.grad_clip_norm` and what counts as a spike.
+        config: gives `optimizer.lr`, `train.grad_clip_norm`, what counts as a spike, `train.ema_decay`, and how routers
+            balance.
         value_and_grad: the seam that knows about devices; see `forge.training.grad`.
         optimizer: (init, update) and what goes with them.
         schedule: multiplier of the base learning rate at update n, from 0.
         donate: let the step reuse the storage of the state that it is given, which is dead then (`DonatedError`).
             With False nothing is written in place and the step is a pure function under `torch.func`.
         global_norm: 2-norm of all gradients; of sharded ones over all ranks. None = over those of this process.
+
+    Raises:
+        ConfigError: (the step) the state lacks the window or the average that the config asks for.
     """
     norm = global_norm or (foreach_norm if donate else tree_norm)
     base_lr, max_norm = config.optimizer.lr, config.train.grad_clip_norm

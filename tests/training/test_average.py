@@ -52,6 +52,15 @@ def test_an_update_that_is_not_made_moves_no_bit_and_the_pure_form_leaves_its_ar
     assert tree_equal(average(extras, after, ~OK, decay, donate=True), kept)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.9999, 0.9999999])
+def test_what_does_not_change_is_averaged_to_the_bit(decay):
+    (params,) = _series(1)
+    extras = init_ema(TrainConfig(ema_decay=decay), params)
+    for _ in range(50):
+        extras = average(extras, params, OK, decay, donate=True)
+    assert tree_equal(averaged(params, extras), params)
+
+
 def test_without_a_decay_nothing_is_kept():
     (params,) = _series(1)
     assert init_ema(TrainConfig(), params) == {} and average({}, params, OK, None) == {}
@@ -63,8 +72,8 @@ def test_bf16_parameters_are_averaged_in_fp32_and_come_back_in_bf16():
     extras = init_ema(TrainConfig(ema_decay=0.999), params)
     for n in range(200):  # steps of the average that bf16 could not make
         extras = average(extras, {"a": params["a"] + n % 2 * 0.0078125}, OK, 0.999)
-    assert extras["ema"]["sum"]["a"].dtype == torch.float32
-    mean = extras["ema"]["sum"]["a"] / extras["ema"]["weight"]
+    mean = extras["ema"]["mean"]["a"]
+    assert mean.dtype == torch.float32
     torch.testing.assert_close(mean, torch.full((4,), 1.0 + 0.0078125 / 2), rtol=1e-4, atol=0)
     assert averaged(params, extras)["a"].dtype == torch.bfloat16
 
@@ -93,8 +102,8 @@ def test_a_mapped_sweep_keeps_an_average_of_each_run():
     after, _ = torch.func.vmap(step, in_dims=(0, None))(tree_stack([state, other]), _batch(0))
     for one, alone in zip(tree_unstack(after), (state, other), strict=True):
         expected, _ = step(alone, _batch(0))
-        for name, total in expected.extras["ema"]["sum"].items():
-            torch.testing.assert_close(one.extras["ema"]["sum"][name], total, rtol=1e-4, atol=1e-5)
+        for name, mean in expected.extras["ema"]["mean"].items():
+            torch.testing.assert_close(one.extras["ema"]["mean"][name], mean, rtol=1e-4, atol=1e-5)
 
 
 def test_a_state_without_an_average_is_one_line():

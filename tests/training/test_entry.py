@@ -252,7 +252,7 @@ def test_more_steps_that_move_the_rate_are_warned_of(job, caplog, scheduler, jum
     run_training(job)
     assert "learning rate" not in caplog.text
     run_training(evolve(job, train=evolve(TRAIN, steps=16)))
-    assert ("goes on at 0.00" in caplog.text and "train.steps was 8 and is 16 now" in caplog.text) == jumps
+    assert ("goes on at 0.00" in caplog.text and "which was 8 and is 16 now" in caplog.text) == jumps
 
 
 def test_what_is_evaluated_of_a_run_with_an_average_is_the_average(job):

@@ -44,7 +44,8 @@ class Stored(NamedTuple):
 def import_folder(folder: Path, run_dir: Path, *, dtype: str = "keep") -> tuple[str, JobConfig]:
     """Make a run that starts from the weights of a Hugging Face model: its config, tokenizer and checkpoint of step 0.
 
-    The checkpoint holds parameters only, so a training run may choose everything but the model.
+    The checkpoint holds parameters only, so a training run may choose everything but the model and the dtype
+    of its parameters.
 
     Args:
         dtype: of the stored parameters: keep | fp32 | bf16. What is neither is kept as fp32.

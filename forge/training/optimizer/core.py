@@ -39,7 +39,7 @@ class Optimizer(NamedTuple):
     gradients. Where `ok` is false no value in params and opt_state changes; decided on the device. Parameters below
     fp32 take it through `with_master_weights`."""
     eval_params: EvalParams = _as_they_are
-    """(params, opt_state) -> the parameters to evaluate and export; identity but for schedule-free."""
+    """(params, opt_state) -> the optimizer's own average, schedule-free's; else the parameters. See `params_to_use`."""
 
 
 def apply_update(
