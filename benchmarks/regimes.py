@@ -86,6 +86,7 @@ def job_config(regime: Regime, device: Device, precision: Precision) -> JobConfi
             device=device,
             precision=precision,
             compile=regime.compiled,
+            compile_scope="model" if regime.n_layers <= 2 else "block",
             grad_clip_norm=1.0,
         ),
         optimizer=Muon(ns_dtype="bf16") if regime.optimizer == "muon" else AdamW(),  # as torch's Muon does

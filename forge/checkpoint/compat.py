@@ -24,6 +24,7 @@ FREE_KEYS = frozenset(
         "train.loss_chunk_size",
         "train.activation_checkpointing",
         "train.compile",
+        "train.compile_scope",
         "train.deterministic",
         "train.max_consecutive_skips",
         "train.max_rollbacks",

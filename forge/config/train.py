@@ -68,7 +68,10 @@ class TrainConfig:
     """full computes each block again in the backward pass and keeps only its input; selective keeps besides what
     attention, collectives and every second matrix product returned."""
     compile: bool = field(default=False, validator=boolean())
-    """torch.compile, block by block."""
+    """torch.compile, block by block or as compile_scope says."""
+    compile_scope: Literal["block", "model"] = field(default="block", validator=one_of("block", "model"))
+    """block compiles one block for all that are alike, however many; model compiles all blocks as one, which pays where
+    they are few and small, in one process."""
     deterministic: bool = field(default=False, validator=boolean())
     """Refuse kernels whose result depends on scheduling."""
     max_consecutive_skips: int = field(default=10, validator=integer(least=1))

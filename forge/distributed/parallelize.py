@@ -13,11 +13,12 @@ from forge.distributed.mesh import Mesh
 from forge.distributed.pipeline import Stages, build_stages
 from forge.distributed.shards import local_data, shard_of
 from forge.distributed.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from forge.errors import ConfigError
 from forge.model import Transformer
 from forge.model.fp8 import apply_fp8
 from forge.model.init import init_tensor
 from forge.model.moe import check_expert_widths
-from forge.model.recompute import apply_activation_checkpointing, compile_blocks
+from forge.model.recompute import apply_activation_checkpointing, compile_blocks, compile_whole
 
 
 def parallelize(
@@ -44,12 +45,27 @@ def parallelize(
         lean = mesh is None and not torch.cuda.is_available()
         lean &= not config.profiling.steps  # a trace would show a whole block as one operator
         lean &= again == "none"  # attention computed again cannot be called from C++
-        compile_blocks(model, experts=compute_dtype == torch.bfloat16, lean=lean, under_checkpoint=inside)
+        experts = compute_dtype == torch.bfloat16
+        if config.train.compile_scope == "model":
+            check_compile_scope(config, 1 if mesh is None else mesh.root.size())
+            compile_whole(model, experts=experts, lean=lean)
+        else:
+            compile_blocks(model, experts=experts, lean=lean, under_checkpoint=inside)
     if inside:
         apply_activation_checkpointing(model, "full")
     if mesh is not None:
         model.to(param_dtype)
         apply_fsdp(model, mesh, config.distributed, compute_dtype=compute_dtype, param_dtype=param_dtype)
+
+
+def check_compile_scope(config: JobConfig, ranks: int) -> None:
+    """Refuse to compile a model as one where it is spread over ranks, whose hooks lie between the blocks.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if config.train.compile and config.train.compile_scope == "model" and ranks > 1:
+        raise ConfigError(f"train.compile_scope = model needs one process, and there are {ranks}: choose block")
 
 
 def parallelize_stages(

@@ -121,8 +121,21 @@ def compile_blocks(
             block.compile(options={"cpp_wrapper": True} if lean else None)
 
 
+def compile_whole(model: Transformer, *, experts: bool = True, lean: bool = False) -> None:
+    """torch.compile all of the model but the head as one, in place; arguments as `compile_blocks`.
+
+    Compiling takes as long as there are blocks, and calling them no longer costs anything.
+    """
+    model.compiled = True
+    for block in model.blocks.children():
+        if isinstance(block.mlp, MoE) and not experts:
+            block.mlp.experts.forward = torch.compiler.disable(block.mlp.experts.forward)  # type: ignore[method-assign]
+    options: dict[str, Any] | None = {"cpp_wrapper": True} if lean else None
+    model.hidden_states = torch.compile(model.hidden_states, options=options)  # type: ignore[method-assign]
+
+
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `compile_blocks` was here, or somebody compiled a module of it."""
+    """Whether `compile_blocks` or `compile_whole` was here, or somebody compiled a module of it."""
     return any(
         module._compiled_call_impl is not None or (isinstance(module, Transformer) and module.compiled)
         for module in model.modules()

@@ -38,7 +38,7 @@ class Transformer(nn.Module):
         self.cut: SequenceCut | None = None
         """How sequences lie over ranks, where context parallelism cuts them; set from outside."""
         self.compiled = False
-        """Whether the blocks are, by torch.compile; set from outside."""
+        """Whether it is, or its blocks are, by torch.compile; set from outside."""
 
     def forward(
         self,
@@ -64,6 +64,19 @@ class Transformer(nn.Module):
             hidden: (B, S, dim) from the pipeline stage before, on a stage that does not embed `input_ids`. A stage
                 before the last hands `output` the hidden states of its last block, and no row of the head.
         """
+        x, left = self.hidden_states(input_ids, doc_ids, past, router_bias or {}, hidden)
+        weight = x.new_empty(0, x.shape[-1]) if self.norm is None else self.head_weight
+        return (output or self.logits)(x, weight, left)
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        doc_ids: Tensor | None,
+        past: Cache | None,
+        router_bias: Mapping[str, Tensor],
+        hidden: Tensor | None,
+    ) -> tuple[Tensor, list[BlockOutput]]:
+        """What `output` is handed but for the head's weight: (B, S, dim), and what the blocks left."""
         seen = 0 if past is None else past.length
         padding = None if past is None else past.padding
         rotary = None
@@ -81,17 +94,16 @@ class Transformer(nn.Module):
             rotary = rotary_table(counted, self.config)
         mask = attention_mask(self.config, positions, seen, doc_ids, cut, padding)
         left: list[BlockOutput] = []
-        biases = router_bias or {}
         for layer, block in self.blocks.items():
             keep = None if past is None else partial(past.keep, layer)
-            x, rest = block(x, rotary, mask, keep, biases.get(layer), cut)
+            x, rest = block(x, rotary, mask, keep, router_bias.get(layer), cut)
             left.append(rest)
         if self.norm is None:
-            return (output or self.logits)(x, x.new_empty(0, x.shape[-1]), left)
-        hidden = self.norm(x)
+            return x, left
+        x = self.norm(x)
         if self.config.width_multiplier != 1:  # muP's multiplier of the logits, here so that fused losses see it too
-            hidden = hidden / self.config.width_multiplier
-        return (output or self.logits)(hidden, self.head_weight, left)
+            x = x / self.config.width_multiplier
+        return x, left
 
     def _embedded(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         assert self.embed is not None, "a later pipeline stage is given hidden states"

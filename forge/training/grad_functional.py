@@ -105,7 +105,7 @@ def _units(model: Transformer) -> list[_Unit]:
     blocks = {f"blocks.{layer}": block for layer, block in model.blocks.items()}
     plain = {"embed": model.embed, "position_embed": model.position_embed, "norm": model.norm}
     for name, block in blocks.items():
-        if "forward" in vars(block) or block._compiled_call_impl is not None:
+        if "forward" in vars(block) or block._compiled_call_impl is not None or model.compiled:
             raise ConfigError(
                 f"{name} is checkpointed or compiled: functional sharding recomputes blocks itself, give it the model"
                 " as build_model makes it"

@@ -17,6 +17,7 @@ from forge.config import JobConfig
 from forge.distributed.context_parallel import check_length
 from forge.distributed.expert_parallel import check_experts
 from forge.distributed.mesh import DATA_DIMS, mesh_sizes
+from forge.distributed.parallelize import check_compile_scope
 from forge.distributed.pipeline import check_pipeline, stage_layers, stages_a_rank
 from forge.distributed.tensor_parallel import check_tensor_parallel
 from forge.model import build_model
@@ -153,6 +154,7 @@ def build_layout(config: JobConfig, gpus: int, compute_dtype: torch.dtype, param
     if sizes["tp"] > 1:
         check_tensor_parallel(config, sizes["tp"])
     check_expert_widths(config.model, compute_dtype, sizes["tp"])
+    check_compile_scope(config, gpus)
     if sizes["pp"] > 1:
         check_pipeline(config, layout.data_ranks)
     config.accumulation_steps(layout.data_ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
-from functools import partialmethod
+from functools import partial, partialmethod
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge.config import ModelConfig, MoEConfig
 from forge.model import build_model, init_params, recompute
-from forge.model.recompute import apply_activation_checkpointing, compile_blocks
+from forge.model.recompute import apply_activation_checkpointing, compile_blocks, compile_whole
 
 CONFIG = ModelConfig(dim=16, n_layers=4, n_heads=2, n_kv_heads=1, vocab_size=19, max_seq_len=32, ffn_hidden_dim=48)
 MODELS = {
@@ -61,12 +61,12 @@ class _Run(torch.nn.Module):
         return loss, torch.autograd.grad(loss, list(self.parameters())), kept
 
 
-def _loss_and_gradient(config, mode, compiled=False):
+def _loss_and_gradient(config, mode, compiled=None):
     model = build_model(config)
     if mode != "none":
         apply_activation_checkpointing(model, mode)
-    if compiled:
-        compile_blocks(model, experts=False)
+    if compiled is not None:
+        compiled(model, experts=False)
     params = {f"model.{name}": p.requires_grad_() for name, p in init_params(model, config, 0).items()}
     return functional_call(_Run(model, counting=not compiled), params, (IDS,))
 
@@ -89,8 +89,23 @@ def test_compiled_blocks_are_recomputed_to_the_same_gradient(name, mode, monkeyp
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     loss, gradient, _ = _loss_and_gradient(MODELS[name], "none")
-    same_loss, same_gradient, _ = _loss_and_gradient(MODELS[name], mode, compiled=True)
+    same_loss, same_gradient, _ = _loss_and_gradient(MODELS[name], mode, compiled=compile_blocks)
     assert torch._dynamo.utils.counters["frames"] == {"total": 1, "ok": 1}  # all blocks by one piece of code
+    torch.testing.assert_close(same_loss, loss)
+    torch.testing.assert_close(same_gradient, gradient)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_compiled_as_one_has_the_same_gradient(name, mode, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    loss, gradient, _ = _loss_and_gradient(MODELS[name], "none")
+    same_loss, same_gradient, _ = _loss_and_gradient(MODELS[name], mode, compiled=compile_whole)
+    if name != "experts":  # around whose products in fp32 it is cut
+        assert torch._dynamo.utils.counters["frames"] == {"total": 1, "ok": 1}
     torch.testing.assert_close(same_loss, loss)
     torch.testing.assert_close(same_gradient, gradient)
 
@@ -100,7 +115,7 @@ def test_compiled_blocks_are_recomputed_to_the_same_gradient(name, mode, monkeyp
 def test_blocks_with_experts_are_compiled_around_their_products_in_fp32(mode, monkeypatch):
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     loss, gradient, _ = _loss_and_gradient(MODELS["experts"], "none")
-    same_loss, same_gradient, _ = _loss_and_gradient(MODELS["experts"], mode, compiled=True)
+    same_loss, same_gradient, _ = _loss_and_gradient(MODELS["experts"], mode, compiled=compile_blocks)
     torch.testing.assert_close(same_loss, loss)
     torch.testing.assert_close(same_gradient, gradient)
 
@@ -114,11 +129,12 @@ def test_selective_recomputation_keeps_attention_and_every_second_product():
     assert kept["selective"] - kept["full"] == 4 * CONFIG.n_layers * 64 * floats
 
 
-def test_names_stay_as_they_are():
+@pytest.mark.parametrize("compiled", [compile_blocks, compile_whole])
+def test_names_stay_as_they_are(compiled):
     model = build_model(CONFIG)
     names = [name for name, _ in model.named_parameters()]
     apply_activation_checkpointing(model)
-    compile_blocks(model)
+    compiled(model)
     assert [name for name, _ in model.named_parameters()] == names
     assert list(model.state_dict()) == names
 

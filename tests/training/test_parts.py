@@ -93,9 +93,11 @@ def test_names_do_not_depend_on_recomputation_or_compilation():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
-@pytest.mark.parametrize("kind", ["none", "full", "selective"])
-def test_compiled_blocks_train_as_others_do(kind):
-    job = evolve(JOB, train=evolve(JOB.train, compile=True, activation_checkpointing=kind))
+@pytest.mark.parametrize(
+    ("kind", "scope"), [("none", "block"), ("full", "block"), ("selective", "block"), ("none", "model")]
+)
+def test_compiled_blocks_train_as_others_do(kind, scope):
+    job = evolve(JOB, train=evolve(JOB.train, compile=True, compile_scope=scope, activation_checkpointing=kind))
     compiled, plain = (tree_flatten_named(_run(each, 2).params) for each in (job, JOB))
     for name, leaf in compiled.items():
         torch.testing.assert_close(leaf, plain[name], rtol=1e-4, atol=1e-4, msg=name)
