@@ -42,7 +42,7 @@ class Options:
     out: str = str(Path(__file__).parent / "results")
     """Folder for <host kind>.md, .json and .png; a single regime's files carry its name too."""
     compile: bool = False
-    """forge with train.compile, block by block, and in the hand-written loop too; the peers stay as they are."""
+    """forge with train.compile, and in the hand-written loop too; the peers stay as they are."""
     profile: bool = False
     """Print where the time of one forge step goes, and time nothing."""
 
@@ -88,7 +88,7 @@ def run(
     taking = {name for chosen, _ in sides.values() for name in chosen}
     host["versions"] += "".join(f", {name} {own_version(name)}" for name in LIBRARIES if name in taking)
     compiled = any(regime.compiled for regime in regimes)
-    host["forge"] = "train.compile = true, block by block" if compiled else "eager"
+    host["forge"] = "train.compile = true, block by block; as one where there are two layers" if compiled else "eager"
     results = []
     for regime in regimes:
         chosen, left_out = sides[regime.name]

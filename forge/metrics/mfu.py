@@ -47,7 +47,9 @@ PEAK_TFLOPS: dict[str, float] = {
     "RTX A6000": 154.8,
     "RTX 6000 Ada": 364.2,
     "RTX 3090": 71.0,
+    "RTX 3090 Ti": 80.0,
     "RTX 4090": 165.0,
+    "RTX 4090 D": 147.0,
     "RTX 5090": 209.5,
     # AMD Instinct; a MI250 shows up as two devices, each with half of the card's 383 (X) or 362
     "MI210": 181.0,

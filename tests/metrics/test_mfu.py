@@ -84,6 +84,8 @@ def test_palm_estimate_of_experts_falls_with_their_width():
         ("NVIDIA GB200", 2500),
         ("NVIDIA GeForce RTX 4090", 165),
         ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 3090 Ti", 80),
+        ("NVIDIA GeForce RTX 4090 D", 147),
         ("NVIDIA RTX 6000 Ada Generation", 364.2),
         ("Tesla V100-SXM2-16GB", 125),
         ("Tesla V100-PCIE-16GB", 112),
