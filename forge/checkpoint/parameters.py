@@ -102,9 +102,10 @@ def write_start(run_dir: Path, config: JobConfig, pieces: Iterable[dict[str, Ten
             (aside / LAYOUT).write_text(layout_to_json(layout), encoding="utf-8")
             save_config(config, aside / CONFIG)
             files |= {name: describe_file(aside / name) for name in (LAYOUT, CONFIG)}
-            save_config(config, run_dir / CONFIG)
             publish(aside, final, step=0, tokens=0, files=files, notes={PARAMETERS_ONLY: True, "imported": origin})
+            save_config(config, run_dir / CONFIG)
         except BaseException:
+            shutil.rmtree(final, ignore_errors=True)
             (run_dir / CONFIG).unlink(missing_ok=True)
             raise
         finally:

@@ -71,7 +71,7 @@ class TrainConfig:
     """torch.compile, block by block or as compile_scope says."""
     compile_scope: Literal["block", "model"] = field(default="block", validator=one_of("block", "model"))
     """block compiles one block for all that are alike, however many; model compiles all blocks as one, which pays where
-    they are few and small, in one process."""
+    they are few and small, in one process (not with experts in fp32)."""
     deterministic: bool = field(default=False, validator=boolean())
     """Refuse kernels whose result depends on scheduling."""
     max_consecutive_skips: int = field(default=10, validator=integer(least=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 
@@ -12,7 +13,8 @@ class Embedding(nn.Embedding):
 
     On the CPU torch sums the gradients of a token's occurrences in the table's own dtype, and in bf16 a sum stops
     growing at some 256 times its addends: frequent tokens would hardly learn. There the rows are taken of a table in
-    fp32. Kernels for CUDA sum some tens of addends at a time in fp32 by themselves.
+    fp32, but for one that tensor parallelism cuts, whose rows would then be summed over the ranks in fp32 too. Kernels
+    for CUDA sum some tens of addends at a time in fp32 by themselves.
     """
 
     def __init__(self, rows: int, dim: int) -> None:
@@ -21,6 +23,7 @@ class Embedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # (...), int64 -> (..., dim)
         weight = self.weight
         learns = weight.requires_grad and torch.is_grad_enabled()
-        if learns and weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16):
+        low = weight.dtype in (torch.bfloat16, torch.float16) and weight.device.type == "cpu"
+        if low and learns and not isinstance(weight, DTensor):
             return F.embedding(input, weight.float()).to(weight.dtype)
         return F.embedding(input, weight)

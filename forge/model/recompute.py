@@ -122,9 +122,11 @@ def compile_blocks(
 
 
 def compile_whole(model: Transformer, *, experts: bool = True, lean: bool = False) -> None:
-    """torch.compile all of the model but the head as one, in place; arguments as `compile_blocks`.
+    """torch.compile all between the embedding and the head as one, in place; arguments as `compile_blocks`.
 
-    Compiling takes as long as there are blocks, and calling them no longer costs anything.
+    Compiling takes as long as there are blocks, and calling them no longer costs anything; but with experts in fp32,
+    around which each block is compiled in pieces. The embedding stays outside: the compiler's code would add up its
+    gradient in an order that differs from run to run.
     """
     model.compiled = True
     for block in model.blocks.children():

@@ -64,34 +64,45 @@ class Transformer(nn.Module):
             hidden: (B, S, dim) from the pipeline stage before, on a stage that does not embed `input_ids`. A stage
                 before the last hands `output` the hidden states of its last block, and no row of the head.
         """
-        x, left = self.hidden_states(input_ids, doc_ids, past, router_bias or {}, hidden)
+        seen = 0 if past is None else past.length
+        cut = self.cut if past is None else None  # with a cache every rank has whole sequences
+        positions = token_positions(input_ids.shape[-1], seen, cut, input_ids.device)
+        counted = self._counted(positions, doc_ids, past)
+        x = self._embedded(input_ids, counted) if hidden is None else hidden
+        x, left = self.hidden_states(x, positions, counted, doc_ids, past, router_bias or {})
         weight = x.new_empty(0, x.shape[-1]) if self.norm is None else self.head_weight
         return (output or self.logits)(x, weight, left)
 
+    def _counted(self, positions: Tensor, doc_ids: Tensor | None, past: Cache | None) -> Tensor:
+        """The positions that a token is told of: (S,) or (B, S)."""
+        counted = positions
+        if self.config.restart_positions and doc_ids is not None:
+            counted = document_positions(doc_ids, self.cut if past is None else None)
+        if past is None:
+            return counted
+        if past.padding is not None:
+            counted = (positions - past.padding.unsqueeze(1)).clamp(min=0)
+        # What fills up a tensor parallel rank's share may lie beyond.
+        return counted.clamp(max=self.config.max_seq_len - 1)
+
     def hidden_states(
         self,
-        input_ids: Tensor,
+        x: Tensor,
+        positions: Tensor,
+        counted: Tensor,
         doc_ids: Tensor | None,
         past: Cache | None,
         router_bias: Mapping[str, Tensor],
-        hidden: Tensor | None,
     ) -> tuple[Tensor, list[BlockOutput]]:
-        """What `output` is handed but for the head's weight: (B, S, dim), and what the blocks left."""
-        seen = 0 if past is None else past.length
-        padding = None if past is None else past.padding
-        rotary = None
-        cut = self.cut if past is None else None  # with a cache every rank has whole sequences
-        positions = token_positions(input_ids.shape[-1], seen, cut, input_ids.device)
-        counted = positions
-        if self.config.restart_positions and doc_ids is not None:
-            counted = document_positions(doc_ids, cut)
-        if padding is not None:
-            counted = (positions - padding.unsqueeze(1)).clamp(min=0)
-        if past is not None:  # what fills up a tensor parallel rank's share may lie beyond
-            counted = counted.clamp(max=self.config.max_seq_len - 1)
-        x = self._embedded(input_ids, counted) if hidden is None else hidden
-        if self.config.position == "rope":
-            rotary = rotary_table(counted, self.config)
+        """From the embedding to what `output` is handed: (B, S, dim) both, and what the blocks left.
+
+        Args:
+            positions: of the tokens in the sequence, int64 (S,).
+            counted: those that they are told of, int64 (S,) or (B, S).
+        """
+        seen, padding = (0, None) if past is None else (past.length, past.padding)
+        cut = self.cut if past is None else None
+        rotary = rotary_table(counted, self.config) if self.config.position == "rope" else None
         mask = attention_mask(self.config, positions, seen, doc_ids, cut, padding)
         left: list[BlockOutput] = []
         for layer, block in self.blocks.items():

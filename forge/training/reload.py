@@ -101,9 +101,10 @@ def _to_use(config: JobConfig, device: Device) -> JobConfig:
     # Without a backward pass there is nothing to recompute, one evaluation does not pay for compiling, and weights
     # trained through fp8 products are whole.
     train = evolve(config.train, device=device, compile=False, activation_checkpointing="none", fp8=False)
-    # On another device than that of the training, flash may take no masks.
-    backend = "auto" if config.model.attention_backend == "flash" else config.model.attention_backend
-    return evolve(config, train=train, model=evolve(config.model, attention_backend=backend))
+    model = config.model
+    if model.attention_backend in ("flash", "efficient", "cudnn"):  # which another device may not have
+        model = evolve(model, attention_backend="auto")
+    return evolve(config, train=train, model=model)
 
 
 def _load(path: Path, config: JobConfig, runtime: Runtime) -> Trained:
