@@ -95,6 +95,11 @@ def wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor in its wide dtype; itself where it has it, which is asked of every leaf in every step."""
+    return tensor if tensor.dtype == torch.float32 else tensor.to(wide(tensor))
+
+
 def tree_add(left: PyTree, right: PyTree) -> PyTree:
     """Leafwise left + right."""
     return tree_map(torch.add, left, right)

@@ -119,7 +119,7 @@ def _build_objective(model: nn.Module, loss_fn: LossFn, compute_dtype: torch.dty
     run, substitute = Run(model), build_substitute(model)
 
     def objective(params: Params, micro: Micro, then: Callable[[Tensor], None]) -> LossSums:
-        with substitute({name: p.to(compute_dtype) for name, p in params.items()}):
+        with substitute({name: p if p.dtype == compute_dtype else p.to(compute_dtype) for name, p in params.items()}):
             return run(micro, loss_fn, then)
 
     return objective

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from forge.config import AdamW
-from forge.pytree import PyTree, wide
+from forge.pytree import PyTree, widened
 from forge.training.optimizer.core import Optimizer, Params, bias_correction, root, scalar_zeros, zeros
 from forge.training.optimizer.roles import Role, decayed_names
 
@@ -47,7 +47,7 @@ def build_adamw(beta1: float, beta2: float, eps: float, weight_decay: float, dec
         for names, decay in _groups(grads, decayed, weight_decay):
             torch._fused_adamw_(
                 [params[name] for name in names],
-                [grads[name].to(wide(grads[name])) for name in names],
+                [widened(grads[name]) for name in names],
                 [mu[name] for name in names],
                 [nu[name] for name in names],
                 [],

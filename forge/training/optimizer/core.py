@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge.distributed.shards import as_sharded, is_sharded, local_data, tree_local, tree_sharded
-from forge.pytree import PyTree, tree_where, wide
+from forge.pytree import PyTree, tree_where, wide, widened
 
 Params = dict[str, Tensor]
 Init = Callable[[Params], PyTree]
@@ -76,7 +76,7 @@ def apply_update(
         with torch.no_grad():
             update_(grads, opt_state, params, lr, scale, ok)
         return params, opt_state
-    clean = {name: torch.where(ok, grad.to(wide(grad)) * scale, 0.0) for name, grad in grads.items()}
+    clean = {name: torch.where(ok, widened(grad) * scale, 0.0) for name, grad in grads.items()}
     new_params, new_state = optimizer.update(clean, opt_state, params, lr)
     return tree_where(ok, new_params, params), tree_where(ok, new_state, opt_state)
 
@@ -130,7 +130,7 @@ def root(moment: Tensor) -> Tensor:
 
 def gated(grads: list[Tensor], scale: Tensor, ok: Tensor) -> list[Tensor]:
     """Gradients times `scale`, and zero where `ok` is false, whatever they held; in place where they are wide."""
-    grads = [grad.to(wide(grad)) for grad in grads]
+    grads = [widened(grad) for grad in grads]
     torch._foreach_mul_(grads, scale)
     for grad in grads:
         grad.masked_fill_(~ok, 0.0)

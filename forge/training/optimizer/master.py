@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forge.pytree import PyTree, wide
+from forge.pytree import PyTree, wide, widened
 from forge.training.optimizer.core import Optimizer, Params
 
 
@@ -25,14 +25,14 @@ def with_master_weights(optimizer: Optimizer) -> Optimizer:
 
     def update(grads: Params, opt_state: PyTree, params: Params, lr: Tensor) -> tuple[Params, PyTree]:
         inner, masters = split(opt_state)
-        new, inner = optimizer.update({name: g.to(wide(g)) for name, g in grads.items()}, inner, masters, lr)
+        new, inner = optimizer.update({name: widened(g) for name, g in grads.items()}, inner, masters, lr)
         rounded = {name: new[name].to(p.dtype) if name in grads else p for name, p in params.items()}
         return rounded, {**inner, "master": new}
 
     def update_(grads: Params, opt_state: PyTree, params: Params, lr: Tensor, scale: Tensor, ok: Tensor) -> None:
         inner, masters = split(opt_state)
         assert optimizer.update_ is not None
-        optimizer.update_({name: g.to(wide(g)) for name, g in grads.items()}, inner, masters, lr, scale, ok)
+        optimizer.update_({name: widened(g) for name, g in grads.items()}, inner, masters, lr, scale, ok)
         if grads:
             torch._foreach_copy_([params[name] for name in grads], [masters[name] for name in grads])
 
