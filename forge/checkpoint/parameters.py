@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import torch
 from attrs import evolve
 from torch import Tensor
 
@@ -20,8 +19,8 @@ from forge.model import build_model
 from forge.pytree import tree_flatten_named, tree_unflatten_named
 from forge.training.average import averaged, init_ema
 from forge.training.optimizer import build_optimizer, init_opt_state, parameter_roles, with_master_weights
+from forge.training.runtime import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FILE_BYTES = 4 * 10**9
 """Most bytes of parameters that are read and written at a time."""
 

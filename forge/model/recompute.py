@@ -110,15 +110,12 @@ def compile_blocks(
         under_checkpoint: compile what a full checkpoint, applied afterwards, will call: with DTensors inside, as under
             tensor parallelism, torch cannot compile the checkpoint itself.
     """
-    model.compiled = True
+    _prepare_for_compiling(model, experts)
     for block in model.blocks.children():
-        mlp = block.mlp
-        if isinstance(mlp, MoE) and not experts:
-            mlp.experts.forward = torch.compiler.disable(mlp.experts.forward)  # type: ignore[method-assign]
         if under_checkpoint:
             block.forward = torch.compile(block.forward)
         else:
-            block.compile(options={"cpp_wrapper": True} if lean else None)
+            block.compile(options=_options(lean))
 
 
 def compile_whole(model: Transformer, *, experts: bool = True, lean: bool = False) -> None:
@@ -128,12 +125,20 @@ def compile_whole(model: Transformer, *, experts: bool = True, lean: bool = Fals
     around which each block is compiled in pieces. The embedding stays outside: the compiler's code would add up its
     gradient in an order that differs from run to run.
     """
+    _prepare_for_compiling(model, experts)
+    model.hidden_states = torch.compile(model.hidden_states, options=_options(lean))  # type: ignore[method-assign]
+
+
+def _prepare_for_compiling(model: Transformer, experts: bool) -> None:
     model.compiled = True
     for block in model.blocks.children():
-        if isinstance(block.mlp, MoE) and not experts:
-            block.mlp.experts.forward = torch.compiler.disable(block.mlp.experts.forward)  # type: ignore[method-assign]
-    options: dict[str, Any] | None = {"cpp_wrapper": True} if lean else None
-    model.hidden_states = torch.compile(model.hidden_states, options=options)  # type: ignore[method-assign]
+        mlp = block.mlp
+        if isinstance(mlp, MoE) and not experts:
+            mlp.experts.forward = torch.compiler.disable(mlp.experts.forward)  # type: ignore[method-assign]
+
+
+def _options(lean: bool) -> dict[str, Any] | None:
+    return {"cpp_wrapper": True} if lean else None
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -67,17 +67,19 @@ class Transformer(nn.Module):
         seen = 0 if past is None else past.length
         cut = self.cut if past is None else None  # with a cache every rank has whole sequences
         positions = token_positions(input_ids.shape[-1], seen, cut, input_ids.device)
-        counted = self._counted(positions, doc_ids, past)
+        counted = self._counted(positions, doc_ids, past, cut)
         x = self._embedded(input_ids, counted) if hidden is None else hidden
         x, left = self.hidden_states(x, positions, counted, doc_ids, past, router_bias or {})
         weight = x.new_empty(0, x.shape[-1]) if self.norm is None else self.head_weight
         return (output or self.logits)(x, weight, left)
 
-    def _counted(self, positions: Tensor, doc_ids: Tensor | None, past: Cache | None) -> Tensor:
+    def _counted(
+        self, positions: Tensor, doc_ids: Tensor | None, past: Cache | None, cut: SequenceCut | None
+    ) -> Tensor:
         """The positions that a token is told of: (S,) or (B, S)."""
         counted = positions
         if self.config.restart_positions and doc_ids is not None:
-            counted = document_positions(doc_ids, self.cut if past is None else None)
+            counted = document_positions(doc_ids, cut)
         if past is None:
             return counted
         if past.padding is not None:

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from forge.config import TrainConfig
-from forge.distributed.shards import as_sharded, local_data
+from forge.distributed.shards import as_sharded, local_data, tree_local, tree_sharded
 from forge.errors import ConfigError
-from forge.pytree import PyTree, wide
-from forge.training.optimizer import Optimizer, eval_params
+from forge.pytree import PyTree, widened
+from forge.training.optimizer.core import Optimizer, Params, eval_params, zeros
 from forge.training.state import TrainState
-
-Params = dict[str, Tensor]
 
 
 def init_ema(config: TrainConfig, params: Params) -> PyTree:
@@ -26,7 +24,7 @@ def init_ema(config: TrainConfig, params: Params) -> PyTree:
     """
     if config.ema_decay is None:
         return {}
-    mean = {name: as_sharded(torch.zeros_like(local_data(p), dtype=wide(p)), p) for name, p in params.items()}
+    mean = tree_sharded(zeros(tree_local(params)), params)
     return {"ema": {"mean": mean, "weight": torch.zeros((), device=next(iter(params.values())).device)}}
 
 
@@ -51,8 +49,8 @@ def average(extras: PyTree, params: Params, good: Tensor, decay: float | None, *
     share = torch.where(good, rate / weight, 0.0)
     lerp = torch.Tensor.lerp_ if donate else torch.lerp
     with torch.no_grad():
-        moved = {name: lerp(local_data(m), local_data(params[name]).to(wide(m)), share) for name, m in mean.items()}
-    return {**extras, "ema": {"mean": {n: as_sharded(m, mean[n]) for n, m in moved.items()}, "weight": weight}}
+        moved = {name: lerp(local_data(m), widened(local_data(params[name])), share) for name, m in mean.items()}
+    return {**extras, "ema": {"mean": tree_sharded(moved, mean), "weight": weight}}
 
 
 def averaged(params: Params, extras: PyTree) -> Params:

@@ -244,7 +244,8 @@ def _warn_of_jump(before: JobConfig, config: JobConfig, step: int) -> None:
     new = learning_rate(config, step)
     if step < steps and not math.isclose(old, new, rel_tol=1e-3):
         log.warning(
-            "the learning rate goes on at %.3g, not at %.3g: it spans train.steps, which was %d and is %d now",
+            "the learning rate goes on at %.3g, not at %.3g: its schedule spans train.steps,"
+            " which was %d and is %d now",
             new, old, planned, steps,
         )  # fmt: skip
 

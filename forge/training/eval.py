@@ -44,15 +44,16 @@ def forward_sums(model: nn.Module, loss_fn: LossFn, extras: PyTree, batch: Batch
     Experts take every token, as when a text is generated: what a token costs must not depend on its neighbours in the
     batch.
     """
-    sums = []
-    for micro in map(batch.micro, range(batch.labels.shape[0])):
 
-        def output(hidden: Tensor, weight: Tensor, _: list[BlockOutput], micro: Batch = micro) -> LossSums:
+    def of_one(micro: Batch) -> LossSums:
+        def output(hidden: Tensor, weight: Tensor, _: list[BlockOutput]) -> LossSums:
             return loss_fn(hidden, weight, micro.labels, None)
 
-        with without_capacity(model):
-            sums.append(model(micro.input_ids, micro.doc_ids, output=output, **router_bias(extras)))
-    return total_of(sums)
+        sums: LossSums = model(micro.input_ids, micro.doc_ids, output=output, **router_bias(extras))
+        return sums
+
+    with without_capacity(model):
+        return total_of([of_one(batch.micro(index)) for index in range(batch.labels.shape[0])])
 
 
 def run_eval(

@@ -17,7 +17,7 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from forge.model.block import BlockOutput
-from forge.pytree import PyTree, tree_add, wide
+from forge.pytree import PyTree, tree_add, wide, widened
 from forge.training.extras import router_bias
 from forge.training.loss import LossFn, LossSums, check_labels, count_targets
 from forge.training.state import Batch
@@ -162,7 +162,7 @@ def _move_gradients(leaves: Params, totals: Params) -> None:
     for name, leaf in leaves.items():
         if leaf.grad is not None:
             before = totals.get(name)
-            totals[name] = leaf.grad.to(wide(leaf)) if before is None else before.add_(leaf.grad)
+            totals[name] = widened(leaf.grad) if before is None else before.add_(leaf.grad)
             leaf.grad = None
 
 
@@ -180,7 +180,7 @@ def by_func(objective: Objective) -> Differentiate:
         parts = [gradient(learned, fixed, micro) for micro in micros]
         grads = parts[0][0]
         if len(parts) > 1:
-            grads = {name: grad.to(wide(grad)) for name, grad in grads.items()}
+            grads = {name: widened(grad) for name, grad in grads.items()}
             for more, _ in parts[1:]:
                 grads = tree_add(grads, more)
             grads = {name: grad.to(learned[name].dtype) for name, grad in grads.items()}

@@ -23,7 +23,8 @@ TEARDOWN_SECONDS = 10.0
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")
 """The workspaces with which cuBLAS repeats itself (torch's `checkCuBLASConfigDeterministic`)."""
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""By the config's names."""
 
 
 @frozen
@@ -183,7 +184,7 @@ def build_runtime(config: JobConfig) -> Runtime:
     precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
-    return Runtime(device, _DTYPES[precision], _DTYPES[config.train.param_dtype])
+    return Runtime(device, DTYPES[precision], DTYPES[config.train.param_dtype])
 
 
 def _device(train: TrainConfig, local_rank: int = 0) -> torch.device:

@@ -15,12 +15,13 @@ from forge.checkpoint.huggingface.families import Family
 from forge.checkpoint.huggingface.tensors import Origins, is_buffer, origins, to_family, to_forge, units
 from forge.checkpoint.huggingface.tokenizer import TOKENIZER, copy_tokenizer
 from forge.checkpoint.load import opened
-from forge.checkpoint.parameters import DTYPES, FILE_BYTES, check_no_run, split_by_size, write_start
+from forge.checkpoint.parameters import FILE_BYTES, check_no_run, split_by_size, write_start
 from forge.checkpoint.save import writing
 from forge.config import DataConfig, JobConfig, ModelConfig, TrainConfig
 from forge.errors import CheckpointError
 from forge.files import parse_json
 from forge.model import build_model
+from forge.training.runtime import DTYPES
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

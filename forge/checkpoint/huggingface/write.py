@@ -19,13 +19,14 @@ from forge.checkpoint.huggingface.families import family_of
 from forge.checkpoint.huggingface.tensors import Origins, origins, to_family, units
 from forge.checkpoint.huggingface.tokenizer import write_tokenizer
 from forge.checkpoint.load import verify_checkpoint
-from forge.checkpoint.parameters import DTYPES, Read, open_parameters, split_by_size
+from forge.checkpoint.parameters import Read, open_parameters, split_by_size
 from forge.checkpoint.save import CONFIG, write_tensors, writing
 from forge.config import JobConfig, ModelConfig, load_config
 from forge.data import build_tokenizer
 from forge.errors import CheckpointError, ConfigError
 from forge.files import sync_file, sync_folder
 from forge.model import build_model
+from forge.training.runtime import DTYPES
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
