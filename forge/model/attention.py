@@ -24,17 +24,23 @@ _BACKENDS = {
     "math": SDPBackend.MATH,
 }
 
+CUDA_KERNELS = ("efficient", "cudnn")
+"""Backends that no other device has."""
+
 Mask = Tensor | BlockMask
 """Bool (1 or B, 1, queries, keys), or the same by blocks for flex_attention."""
 
 
 def check_attention_backend(config: JobConfig, device: torch.device) -> None:
-    """Refuse the one kernel that takes no mask where a run needs masks.
+    """Refuse kernels that the device lacks, and the one that takes no mask where a run needs masks.
 
     Raises:
         ConfigError: names the key.
     """
-    if config.model.attention_backend != "flash" or device.type != "cuda":
+    backend = config.model.attention_backend
+    if backend in CUDA_KERNELS and device.type != "cuda":
+        raise ConfigError(f"model.attention_backend = {backend} needs CUDA, and this is a {device.type}: choose auto")
+    if backend != "flash" or device.type != "cuda":
         return
     length = config.train.seq_len
     reasons = {

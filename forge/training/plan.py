@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge.config import JobConfig
 from forge.errors import ConfigError
 from forge.metrics import ParameterCount, count_flops_per_token, count_parameters, device_peak_tflops
+from forge.model.attention import CUDA_KERNELS
 from forge.model.block import BlockOutput
 from forge.pytree import tree_leaves, wide
 from forge.training.freeze import stage_boundaries, trainable_names
@@ -82,7 +83,7 @@ def plan_run(config: JobConfig, *, tflops: float) -> Plan:
         ConfigError: a tensor of the run would have more elements than can be addressed.
     """
     check_addressable(config)
-    config = _uncompiled(config)
+    config = countable(config)
     runtime = build_runtime(config)
     parts = build_parts(config, runtime)
     state = template_state(config, parts, config.train.steps)
@@ -148,12 +149,16 @@ def _without_checkpointing(config: JobConfig) -> JobConfig:
     return evolve(config, train=evolve(config.train, activation_checkpointing="none"))
 
 
-def _uncompiled(config: JobConfig) -> JobConfig:
-    """Nothing to compile: the plan's tensors have no storage. What a compiler fuses away is not counted off.
+def countable(config: JobConfig) -> JobConfig:
+    """The run as it is counted, on any machine: on tensors without storage, with which nothing can be compiled.
 
-    Nor fp8, of which autograd keeps nothing: it keeps what was rounded.
+    What a compiler fuses away is not counted off. Of fp8 autograd keeps nothing: it keeps what was rounded. Kernels
+    that only CUDA has keep what `auto` does.
     """
-    return evolve(config, train=evolve(config.train, compile=False, fp8=False))
+    model = config.model
+    if model.attention_backend in CUDA_KERNELS:
+        model = evolve(model, attention_backend="auto")
+    return evolve(config, model=model, train=evolve(config.train, compile=False, fp8=False))
 
 
 def learned_names(config: JobConfig, params: dict[str, Tensor]) -> frozenset[str]:

@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 from forge.config import JobConfig, MoEConfig
 from forge.distributed.pipeline import stages_a_rank
 from forge.training.parts import build_parts
-from forge.training.plan import saved_bytes
+from forge.training.plan import countable, saved_bytes
 from forge.training.plan_layout import Layout, layers_of
 from forge.training.runtime import build_runtime
 
@@ -41,14 +41,14 @@ def in_flight(layout: Layout, pp_rank: int, *, head: bool = False) -> int:
 
 def twin_of_rank(layout: Layout) -> JobConfig:
     """A config for one process whose blocks have the shapes that a rank computes with under tp, cp and ep."""
-    model, tp, cp = layout.config.model, layout.sizes["tp"], layout.sizes["cp"]
+    config, tp, cp = countable(layout.config), layout.sizes["tp"], layout.sizes["cp"]
+    model = config.model
     moe = evolve(model.moe, expert_hidden_dim=model.expert_width // tp if model.moe.n_experts else None)
     narrow = evolve(
         model, n_heads=model.query_heads // tp, n_kv_heads=model.kv_heads // tp, head_dim=model.head_width,
         ffn_hidden_dim=max(1, model.ffn_width // tp), vocab_size=max(2, -(-model.vocab_size // tp)), moe=moe,
     )  # fmt: skip
-    train = evolve(layout.config.train, seq_len=layout.config.train.seq_len // cp, compile=False)
-    return evolve(layout.config, model=narrow, train=train)
+    return evolve(config, model=narrow, train=evolve(config.train, seq_len=config.train.seq_len // cp))
 
 
 @frozen

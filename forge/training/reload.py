@@ -25,6 +25,7 @@ from forge.config import DistributedConfig, EvalSource, JobConfig, load_config
 from forge.data import Batch, build_tokenizer, share_of
 from forge.distributed.launch import find_launch
 from forge.errors import CheckpointError
+from forge.model.attention import CUDA_KERNELS
 from forge.training.average import params_to_use
 from forge.training.data_pipeline import open_data, open_eval_sets
 from forge.training.eval import run_eval_sets
@@ -102,7 +103,7 @@ def _to_use(config: JobConfig, device: Device) -> JobConfig:
     # trained through fp8 products are whole.
     train = evolve(config.train, device=device, compile=False, activation_checkpointing="none", fp8=False)
     model = config.model
-    if model.attention_backend in ("flash", "efficient", "cudnn"):  # which another device may not have
+    if model.attention_backend in ("flash", *CUDA_KERNELS):  # which another device may not have
         model = evolve(model, attention_backend="auto")
     return evolve(config, train=train, model=model)
 

@@ -125,3 +125,11 @@ def test_flash_on_cuda_is_refused_where_a_run_needs_masks_and_there_alone(job):
     check_attention_backend(job, torch.device("cuda"))
     plain = evolve(UNMASKED, model=ModelConfig(attention_backend="flash"))
     check_attention_backend(plain, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+def test_a_kernel_of_cuda_is_refused_elsewhere(backend):
+    job = JobConfig(model=ModelConfig(attention_backend=backend))
+    with pytest.raises(ConfigError, match=f"attention_backend = {backend} needs CUDA, and this is a cpu: choose auto"):
+        check_attention_backend(job, torch.device("cpu"))
+    check_attention_backend(job, torch.device("cuda"))

@@ -185,6 +185,13 @@ def test_compiling_changes_no_planned_size():
     assert plan_run(_train(compile=True), tflops=1) == plan_run(JOB, tflops=1)
 
 
+@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+def test_what_needs_cuda_is_planned_without_it(backend):
+    gpu = _train(fp8=True, precision="bf16")
+    plan = plan_run(evolve(gpu, model=evolve(gpu.model, attention_backend=backend)), tflops=1)
+    assert plan == plan_run(_train(precision="bf16"), tflops=1)
+
+
 def test_time_is_flops_over_the_rate():
     plan = plan_run(JOB, tflops=2.0)
     assert plan.total_tokens == 8 * 4 * 24

@@ -129,6 +129,12 @@ def test_auto_is_bf16_on_the_gpus_that_are_planned_for():
     assert plan_ranks(JOB, 2, tflops=1.0).layout.compute_dtype == torch.float32
 
 
+def test_kernels_and_products_of_cuda_are_planned_without_it():
+    plain = evolve(JOB, train=evolve(TRAIN, device="auto"))
+    gpus = evolve(plain, model=evolve(JOB.model, attention_backend="cudnn"), train=evolve(plain.train, fp8=True))
+    assert plan_ranks(gpus, 2, tflops=1.0).memory == plan_ranks(plain, 2, tflops=1.0).memory
+
+
 REFUSED = {
     "tp 5 = 5 x does not divide": ({"tp": 5}, 8),
     "n_heads": ({"tp": 8}, 8),
