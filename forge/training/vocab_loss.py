@@ -88,6 +88,7 @@ class _VocabParallelLosses(Function):
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # else zeros of the size of the head, for outputs without one
         ctx.save_for_backward(*output[3:])
 
     @staticmethod

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge.config import ModelConfig, TrainConfig
 from forge.errors import DataError, ForgeError
@@ -17,6 +18,19 @@ from forge.training.loss import build_eval_loss_fn, build_loss_fn, check_labels,
 from forge.training.state import IGNORE
 
 MODEL = ModelConfig(dim=8, n_layers=1, vocab_size=11, max_seq_len=64)
+
+
+class Made(TorchDispatchMode):
+    """Numbers in each tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.sizes += [out.numel()] if isinstance(out, torch.Tensor) else []
+        return out
 
 
 def _inputs(tokens: int, seed: int = 0, dim: int = 8, vocab: int = 11, ignored: float = 0.3):
@@ -187,6 +201,15 @@ def test_a_second_derivative_of_the_fused_loss_is_refused_with_the_remedy():
 
     with pytest.raises(ForgeError, match=r"--train\.loss plain"):
         torch.func.grad(lambda h: torch.func.grad(loss)(h).square().sum())(hidden[0])
+
+
+def test_the_fused_backward_pass_makes_the_gradients_and_nothing_else_of_their_size():
+    hidden, weight, labels = _inputs(5, ignored=0.0)
+    h, w = hidden[0].clone().requires_grad_(), weight.clone().requires_grad_()
+    total = fused_losses(h, w, labels[0], LossOptions(), chunk=2).total
+    with Made() as made:
+        torch.autograd.grad(total, (h, w))
+    assert sorted(size for size in made.sizes if size > 1) == sorted([h.numel(), w.numel()])
 
 
 def test_fused_loss_compiles_without_a_graph_break():
