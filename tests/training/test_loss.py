@@ -9,28 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge.config import ModelConfig, TrainConfig
 from forge.errors import DataError, ForgeError
 from forge.training.fused_loss import LossOptions, fused_losses, token_losses
 from forge.training.loss import build_eval_loss_fn, build_loss_fn, check_labels, cross_entropy
 from forge.training.state import IGNORE
+from tests.made import Made
 
 MODEL = ModelConfig(dim=8, n_layers=1, vocab_size=11, max_seq_len=64)
-
-
-class Made(TorchDispatchMode):
-    """Numbers in each tensor that an operator returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.sizes += [out.numel()] if isinstance(out, torch.Tensor) else []
-        return out
 
 
 def _inputs(tokens: int, seed: int = 0, dim: int = 8, vocab: int = 11, ignored: float = 0.3):

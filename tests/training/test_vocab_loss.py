@@ -7,13 +7,13 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge.model.head import head_logits
 from forge.training.fused_loss import LossOptions, token_losses
 from forge.training.state import IGNORE
 from forge.training.vocab_loss import vocab_parallel_losses
 from tests.distributed.ranks import run_ranks
+from tests.made import Made
 
 DIM = 8
 OPTIONS = {
@@ -50,18 +50,6 @@ def _on_rank(hidden, weight, labels, options, chunk):
     return found.total.detach(), found.ce, found.squared_lse, of_hidden, of_rows.float(), dtypes
 
 
-class _LargestTensor(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self.numel = max(self.numel, out.numel())
-        return out
-
-
 def _special_cases():
     found = {}
     hidden, weight, labels = _inputs(6, 12, torch.float32)
@@ -69,9 +57,9 @@ def _special_cases():
     huge = torch.tensor([[3e4, 0.0]])
     found["huge"] = _on_rank(huge, torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), torch.tensor([1]), LossOptions(), 4)
     hidden, weight, labels = _inputs(64, 600, torch.float32)
-    with _LargestTensor() as largest:
+    with Made() as made:
         _on_rank(hidden, weight, labels, LossOptions(), 4)
-    found["largest"] = largest.numel
+    found["largest"] = max(made.sizes)
     rows = weight.chunk(2)[dist.get_rank()].requires_grad_()
     total = vocab_parallel_losses(hidden, rows, labels, LossOptions(), 4, dist.group.WORLD, 300 * dist.get_rank()).total
     found["frozen hidden"] = torch.autograd.grad(total, rows)[0]
