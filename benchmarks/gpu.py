@@ -52,6 +52,8 @@ class Options:
     """cpu goes with --tiny only."""
     compile: bool = True
     """torch.compile, block by block, on every side."""
+    cuda_graphs: bool = False
+    """Time forge once more with its compiled blocks replayed as CUDA graphs."""
     steps: int = field(default=10, validator=integer(least=1))
     """Updates on the clock, a side."""
     out: str = str(Path(__file__).parent / "results")
@@ -138,11 +140,17 @@ def forge_side(config: JobConfig, data: Iterator[Any], device: Device, precision
     return forge_step(config, data)
 
 
+def replayed_side(config: JobConfig, data: Iterator[Any], device: Device, precision: Precision) -> Callable[[], Tensor]:
+    """forge's own step with `train.cuda_graphs`."""
+    return forge_step(evolve(config, train=evolve(config.train, cuda_graphs=True)), data)
+
+
 SIDES: dict[str, Callable[[JobConfig, Iterator[Any], Device, Precision], Callable[[], Tensor]]] = {
     "forge": forge_side,
     "hand-written": handwritten_step,
     "transformers": transformers_side,
 }
+REPLAYED = {"forge, CUDA graphs": replayed_side}
 
 
 def measure(preset: str, side: str, config: JobConfig, steps: int) -> Row:
@@ -154,7 +162,7 @@ def measure(preset: str, side: str, config: JobConfig, steps: int) -> Row:
     row = Row(preset, side, job + train.activation_checkpointing)
     reset_peak_memory(device)
     try:
-        step = SIDES[side](config, batches_for(config, device), device, precision)
+        step = (SIDES | REPLAYED)[side](config, batches_for(config, device), device, precision)
         first, seconds = float(step()), [_seconds(step) for _ in range(WARM_UP - 1 + steps)][WARM_UP - 1 :]
     except torch.OutOfMemoryError:
         return row
@@ -203,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
         for name, model in models.items():
             seq_len = min(SEQ_LEN, model.max_seq_len)
             config = choose_job(name, candidates(model, seq_len, options.device, options.compile), room)
-            for side in SIDES:
+            for side in SIDES | (REPLAYED if options.cuda_graphs else {}):
                 rows.append(measure(name, side, config, options.steps))
                 torch.compiler.reset()  # what is compiled holds on to the model, whose memory the next side needs
                 gc.collect()
@@ -222,6 +230,10 @@ def main(argv: Sequence[str]) -> int:
 def _models(options: Options) -> dict[str, ModelConfig]:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise RunError("torch finds no CUDA device: run this on a GPU, or try it with --device cpu --tiny")
+    if options.cuda_graphs and not (options.compile and options.device == "cuda"):
+        raise ConfigError(
+            "--cuda-graphs replays what is compiled, on CUDA: leave it away, or --no-compile and --device cpu"
+        )
     if options.tiny:
         return {"tiny": TINY}
     if options.device == "cpu":

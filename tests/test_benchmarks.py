@@ -361,5 +361,6 @@ def test_the_gpu_benchmark_recomputes_and_then_shrinks_what_it_stores_where_memo
 def test_the_gpu_benchmark_says_in_one_line_what_it_needs(capsys):
     assert gpu.main([]) == 2
     assert gpu.main(["--device", "cpu"]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert "torch finds no CUDA device" in first and "--tiny only" in second
+    assert gpu.main(["--device", "cpu", "--tiny", "--cuda-graphs"]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert "torch finds no CUDA device" in first and "--tiny only" in second and "--cuda-graphs" in third

@@ -25,6 +25,7 @@ FREE_KEYS = frozenset(
         "train.activation_checkpointing",
         "train.compile",
         "train.compile_scope",
+        "train.cuda_graphs",
         "train.deterministic",
         "train.max_consecutive_skips",
         "train.max_rollbacks",

@@ -64,6 +64,8 @@ class JobConfig:
                 "train.activation_checkpointing = selective cannot keep what flex_attention returns: choose full, or"
                 " another model.attention_backend"
             )
+        if self.train.cuda_graphs and not self.train.compile:
+            raise ConfigError("train.cuda_graphs = true replays what train.compile = true compiles: set that too")
         for name in {source.name for source in self.data.sources} & {each.name for each in self.eval.sets}:
             raise ConfigError(f"eval.sets: {name!r} is the name of a data source too, whose held-out part has it")
         self._check_schedule()

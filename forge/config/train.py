@@ -72,6 +72,9 @@ class TrainConfig:
     compile_scope: Literal["block", "model"] = field(default="block", validator=one_of("block", "model"))
     """block compiles one block for all that are alike, however many; model compiles all blocks as one, which pays where
     they are few and small, in one process (not with experts in fp32)."""
+    cuda_graphs: bool = field(default=False, validator=boolean())
+    """Replay what compile compiled as CUDA graphs: saves launching each kernel, which pays where they are short. On
+    CUDA, in one process; parameters rounded to bf16 are kept, with their gradients, through the step."""
     deterministic: bool = field(default=False, validator=boolean())
     """Refuse kernels whose result depends on scheduling."""
     max_consecutive_skips: int = field(default=10, validator=integer(least=1))

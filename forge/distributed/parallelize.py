@@ -46,11 +46,12 @@ def parallelize(
         lean &= not config.profiling.steps  # a trace would show a whole block as one operator
         lean &= again == "none"  # attention computed again cannot be called from C++
         experts = compute_dtype == torch.bfloat16
+        check_compile_scope(config, 1 if mesh is None else mesh.root.size())
+        options = {"experts": experts, "lean": lean, "cuda_graphs": config.train.cuda_graphs}
         if config.train.compile_scope == "model":
-            check_compile_scope(config, 1 if mesh is None else mesh.root.size())
-            compile_whole(model, experts=experts, lean=lean)
+            compile_whole(model, **options)
         else:
-            compile_blocks(model, experts=experts, lean=lean, under_checkpoint=inside)
+            compile_blocks(model, **options, under_checkpoint=inside)
     if inside:
         apply_activation_checkpointing(model, "full")
     if mesh is not None:
@@ -59,13 +60,17 @@ def parallelize(
 
 
 def check_compile_scope(config: JobConfig, ranks: int) -> None:
-    """Refuse to compile a model as one where it is spread over ranks, whose hooks lie between the blocks.
+    """Refuse what needs the whole model in one process: FSDP2's hooks lie between blocks, and move the parameters.
 
     Raises:
         ConfigError: names the key.
     """
-    if config.train.compile and config.train.compile_scope == "model" and ranks > 1:
+    if ranks == 1 or not config.train.compile:
+        return
+    if config.train.compile_scope == "model":
         raise ConfigError(f"train.compile_scope = model needs one process, and there are {ranks}: choose block")
+    if config.train.cuda_graphs:
+        raise ConfigError(f"train.cuda_graphs = true needs one process, and there are {ranks}: set it to false")
 
 
 def parallelize_stages(

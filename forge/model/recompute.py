@@ -99,7 +99,12 @@ class _Reuse(TorchDispatchMode):
 
 
 def compile_blocks(
-    model: Transformer, *, experts: bool = True, lean: bool = False, under_checkpoint: bool = False
+    model: Transformer,
+    *,
+    experts: bool = True,
+    lean: bool = False,
+    cuda_graphs: bool = False,
+    under_checkpoint: bool = False,
 ) -> None:
     """torch.compile each block in place; blocks of one shape share the compiled code. After checkpointing.
 
@@ -107,6 +112,8 @@ def compile_blocks(
         experts: compile their products too. Torch can in bf16 only; without them a block is compiled in two pieces,
             and one under activation checkpointing not at all, since a checkpoint takes whole blocks.
         lean: let C++ instead of Python call the kernels, which saves a twentieth of a small model's step on a CPU.
+        cuda_graphs: replay the kernels as CUDA graphs; who calls the blocks copies what they return before the next
+            replay writes over it (`build_value_and_grad`). On other devices torch leaves it at a warning.
         under_checkpoint: compile what a full checkpoint, applied afterwards, will call: with DTensors inside, as under
             tensor parallelism, torch cannot compile the checkpoint itself.
     """
@@ -115,10 +122,10 @@ def compile_blocks(
         if under_checkpoint:
             block.forward = torch.compile(block.forward)
         else:
-            block.compile(options=_options(lean))
+            block.compile(options=_options(lean, cuda_graphs))
 
 
-def compile_whole(model: Transformer, *, experts: bool = True, lean: bool = False) -> None:
+def compile_whole(model: Transformer, *, experts: bool = True, lean: bool = False, cuda_graphs: bool = False) -> None:
     """torch.compile all between the embedding and the head as one, in place; arguments as `compile_blocks`.
 
     Compiling takes as long as there are blocks, and calling them no longer costs anything; but with experts in fp32,
@@ -126,7 +133,8 @@ def compile_whole(model: Transformer, *, experts: bool = True, lean: bool = Fals
     gradient in an order that differs from run to run.
     """
     _prepare_for_compiling(model, experts)
-    model.hidden_states = torch.compile(model.hidden_states, options=_options(lean))  # type: ignore[method-assign]
+    compiled = torch.compile(model.hidden_states, options=_options(lean, cuda_graphs))
+    model.hidden_states = compiled  # type: ignore[method-assign]
 
 
 def _prepare_for_compiling(model: Transformer, experts: bool) -> None:
@@ -137,8 +145,9 @@ def _prepare_for_compiling(model: Transformer, experts: bool) -> None:
             mlp.experts.forward = torch.compiler.disable(mlp.experts.forward)  # type: ignore[method-assign]
 
 
-def _options(lean: bool) -> dict[str, Any] | None:
-    return {"cpp_wrapper": True} if lean else None
+def _options(lean: bool, cuda_graphs: bool) -> dict[str, Any] | None:
+    chosen = {"cpp_wrapper": lean, "triton.cudagraphs": cuda_graphs}
+    return {key: True for key, holds in chosen.items() if holds} or None
 
 
 def is_compiled(model: nn.Module) -> bool:

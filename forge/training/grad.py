@@ -17,8 +17,9 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from forge.model.block import BlockOutput
-from forge.pytree import PyTree, tree_add, wide, widened
+from forge.pytree import PyTree, tree_add, tree_map, wide, widened
 from forge.training.extras import router_bias
+from forge.training.graphs import FixedPlaces, begin_replay
 from forge.training.loss import LossFn, LossSums, check_labels, count_targets
 from forge.training.state import Batch
 from forge.training.substitute import build_substitute
@@ -35,6 +36,7 @@ def build_value_and_grad(
     compute_dtype: torch.dtype = torch.float32,
     trainable: Collection[str] | None = None,
     transform: Literal["backward", "func"] = "backward",
+    cuda_graphs: bool = False,
 ) -> ValueAndGrad:
     """The seam for one device, on a model whose parameters are substituted by `functional_call`.
 
@@ -47,9 +49,14 @@ def build_value_and_grad(
         trainable: names to differentiate; None = all. The others get no gradient and no memory for one.
         transform: `backward` runs autograd on fresh leaves and works with activation checkpointing and compiled
             blocks; `func` uses `torch.func.grad` and so composes with `vmap` and further derivatives.
+        cuda_graphs: the model's blocks are compiled to be replayed (`train.cuda_graphs`): copy what a replay would
+            write over. By `backward`, and for a step that donates: parameters that move are recorded anew each time.
+            The gradients are good until the next call.
     """
     objective = _build_objective(model, loss_fn, compute_dtype)
-    differentiate = {"backward": by_backward, "func": by_func}[transform](objective)
+    differentiate = by_func(objective)
+    if transform == "backward":
+        differentiate = by_backward(objective, FixedPlaces(compute_dtype) if cuda_graphs else None)
 
     def value_and_grad(params: Params, extras: PyTree, batch: Batch) -> tuple[LossSums, Params]:
         if not is_transformed(batch):
@@ -131,13 +138,15 @@ def micro_batches(batch: Batch, extras: PyTree, targets: Tensor, ranks: int = 1)
     return [Micro(batch.micro(index), router_bias(extras), targets, 1 / (count * ranks)) for index in range(count)]
 
 
-def by_backward(objective: Objective) -> Differentiate:
-    """By autograd on fresh leaves, one backward pass a micro-batch."""
+def by_backward(objective: Objective, places: FixedPlaces | None = None) -> Differentiate:
+    """By autograd on fresh leaves, one backward pass a micro-batch; with `places` of blocks replayed as CUDA graphs."""
 
     def differentiate(learned: Params, fixed: Params, micros: list[Micro]) -> tuple[LossSums, Params]:
-        leaves = {name: p.detach().requires_grad_() for name, p in learned.items()}
+        computed, fixed = (learned, fixed) if places is None else (places(learned), places(fixed))
+        leaves = {name: p.detach().requires_grad_() for name, p in computed.items()}
         inputs = list(leaves.values())
-        narrow = {name: leaf for name, leaf in leaves.items() if len(micros) > 1 and wide(leaf) != leaf.dtype}
+        several = len(micros) > 1
+        moved = {name: leaf for name, leaf in leaves.items() if several and (places or wide(leaf) != leaf.dtype)}
         totals: Params = {}
 
         def backward(loss: Tensor) -> None:
@@ -145,24 +154,32 @@ def by_backward(objective: Objective) -> Differentiate:
 
         sums: list[LossSums] = []
         for micro in micros:
+            if places is not None:
+                begin_replay()
             with torch.enable_grad():
-                found = objective({**leaves, **fixed}, micro, backward)
-            sums.append(detached(found))
-            _move_gradients(narrow, totals)
-        for name, total in totals.items():
-            leaves[name].grad = total.to(leaves[name].dtype)
-        grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+                found = detached(objective({**leaves, **fixed}, micro, backward))
+            sums.append(found if places is None else tree_map(torch.clone, found))
+            _move_gradients(moved, totals)
+        found_grads = {name: leaf.grad for name, leaf in leaves.items()} | totals
+        grads = {
+            name: torch.zeros_like(p) if (grad := found_grads[name]) is None else grad.to(p.dtype)
+            for name, p in learned.items()
+        }
         return total_of(sums), grads
 
     return differentiate
 
 
 def _move_gradients(leaves: Params, totals: Params) -> None:
-    """Add the leaves' gradients to wide totals and take them off: bf16 sums lose what is small beside them."""
+    """Add the leaves' gradients to totals of their own and take them off.
+
+    The totals are wide, since bf16 sums lose what is small beside them, and copies, since a CUDA graph's next replay
+    writes over what the last returned.
+    """
     for name, leaf in leaves.items():
         if leaf.grad is not None:
             before = totals.get(name)
-            totals[name] = widened(leaf.grad) if before is None else before.add_(leaf.grad)
+            totals[name] = leaf.grad.to(wide(leaf), copy=True) if before is None else before.add_(leaf.grad)
             leaf.grad = None
 
 

@@ -12,6 +12,7 @@ from forge.config import JobConfig
 from forge.distributed.parallelize import allocate, materialize, parallelize, parallelize_stages
 from forge.distributed.pipeline import Stages, build_pipeline_norm
 from forge.distributed.shards import as_sharded, local_data, sharded_norm
+from forge.errors import ConfigError
 from forge.model import Transformer, build_model, init_params
 from forge.model.attention import check_attention_backend
 from forge.model.fp8 import check_fp8
@@ -87,6 +88,8 @@ def _parallelized(model: Transformer, config: JobConfig, runtime: Runtime) -> Tr
     if config.train.fp8:
         check_fp8(runtime.device, runtime.compute_dtype)
     check_attention_backend(config, runtime.device)
+    if config.train.cuda_graphs and runtime.device.type != "cuda":
+        raise ConfigError(f"train.cuda_graphs = true needs CUDA, and this is a {runtime.device.type}: set it to false")
     dtypes = {"compute_dtype": runtime.compute_dtype, "param_dtype": runtime.param_dtype}
     if runtime.mesh is not None and runtime.mesh.size("pp") > 1:
         return parallelize_stages(model, config, runtime.mesh, **dtypes)
@@ -218,5 +221,10 @@ def seam_for(config: JobConfig, parts: Parts, trainable: frozenset[str] | None =
             parts.model, loss_fn, mesh=runtime.mesh, vocab_size=vocab_size, trainable=trainable
         )
     return build_value_and_grad(
-        parts.model, loss_fn, vocab_size=vocab_size, compute_dtype=runtime.compute_dtype, trainable=trainable
+        parts.model,
+        loss_fn,
+        vocab_size=vocab_size,
+        compute_dtype=runtime.compute_dtype,
+        trainable=trainable,
+        cuda_graphs=config.train.cuda_graphs,
     )

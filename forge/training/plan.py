@@ -158,7 +158,7 @@ def countable(config: JobConfig) -> JobConfig:
     model = config.model
     if model.attention_backend in CUDA_KERNELS:
         model = evolve(model, attention_backend="auto")
-    return evolve(config, model=model, train=evolve(config.train, compile=False, fp8=False))
+    return evolve(config, model=model, train=evolve(config.train, compile=False, cuda_graphs=False, fp8=False))
 
 
 def learned_names(config: JobConfig, params: dict[str, Tensor]) -> frozenset[str]:

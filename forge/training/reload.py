@@ -101,7 +101,9 @@ def open_run(
 def _to_use(config: JobConfig, device: Device) -> JobConfig:
     # Without a backward pass there is nothing to recompute, one evaluation does not pay for compiling, and weights
     # trained through fp8 products are whole.
-    train = evolve(config.train, device=device, compile=False, activation_checkpointing="none", fp8=False)
+    train = evolve(
+        config.train, device=device, compile=False, cuda_graphs=False, activation_checkpointing="none", fp8=False
+    )
     model = config.model
     if model.attention_backend in ("flash", *CUDA_KERNELS):  # which another device may not have
         model = evolve(model, attention_backend="auto")

@@ -82,6 +82,7 @@ PRESETS = sorted((ROOT / "configs").glob("*.toml"))
         (lambda: EvalConfig(sets=(SET, SET)), "eval.sets: the name 'a' is given 2 times"),
         (lambda: JobConfig(data=DataConfig(sources=(A,)), eval=EvalConfig(sets=(SET,))), "eval.sets: 'a' is the name"),
         (lambda: JobConfig(model=ModelConfig(restart_positions=True), data=DataConfig(isolate_documents=False)), "needs data.isolate"),
+        (lambda: JobConfig(train=TrainConfig(cuda_graphs=True)), "train.cuda_graphs = true replays what train.compile"),
         (lambda: TrainConfig(compile=1), "train.compile must be true or false, got 1"),
     ],
 )  # fmt: skip

@@ -87,6 +87,7 @@ REFUSED = {
         {"pp": 2, "pp_schedule": "zero_bubble"}, 2, {}, {"global_batch_size": 5, "micro_batch_size": 1}
     ),
     "compiled blocks under zero_bubble": ({"pp": 2, "pp_schedule": "zero_bubble"}, 2, {}, {"compile": True}),
+    "a model compiled as one": ({}, 2, {}, {"compile": True, "compile_scope": "model"}),
 }  # fmt: skip
 
 

@@ -120,6 +120,19 @@ def test_blocks_with_experts_are_compiled_around_their_products_in_fp32(mode, mo
     torch.testing.assert_close(same_gradient, gradient)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+@pytest.mark.parametrize("compiled", [compile_blocks, compile_whole])
+def test_cuda_graphs_are_asked_of_the_compiler(compiled):
+    counters = torch._dynamo.utils.counters
+    for wanted in (False, True):
+        counters.clear()
+        model = build_model(CONFIG)
+        compiled(model, cuda_graphs=wanted)
+        with torch.no_grad():
+            functional_call(model, init_params(model, CONFIG, 0), (IDS,))
+        assert (counters["inductor"]["cudagraph_skips"] > 0) == wanted  # for want of CUDA here
+
+
 def test_selective_recomputation_keeps_attention_and_every_second_product():
     kept = {mode: _loss_and_gradient(CONFIG, mode)[2] for mode in ("none", "selective", "full")}
     assert kept["full"] < kept["selective"] < kept["none"]

@@ -7,6 +7,8 @@ import torch
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
 
 from forge.config import ModelConfig, TrainConfig
 from forge.errors import DataError
@@ -164,6 +166,56 @@ def test_bf16_parameters_add_up_micro_batches_in_fp32(transform):
     assert all(grad.dtype == torch.bfloat16 for grad in summed.values())
     difference = tree_norm({name: summed[name].float() - single[name].float() for name in single}) / tree_norm(single)
     assert float(difference) < 0.01
+
+
+class _Replayed(nn.Linear):
+    """As in a CUDA graph: reads the weight where it once lay, and writes its gradient over that of the last time."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.seen: list[int] = []
+        self.gradient: torch.Tensor | None = None
+
+    def forward(self, x):
+        self.seen.append(self.weight.data_ptr())
+        if self.gradient is not None:
+            self.gradient.fill_(float("nan"))
+        return F.linear(x, _InOnePlace.apply(self.weight, self))
+
+
+class _InOnePlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, module):
+        ctx.module = module
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        module = ctx.module
+        module.gradient = gradient.clone() if module.gradient is None else module.gradient.copy_(gradient)
+        return module.gradient.detach(), None
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+)
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_a_block_that_is_replayed_from_fixed_memory_gets_the_same_gradient(stored, dtype, accumulation):
+    params = {name: p.to(stored) for name, p in PARAMS.items()}
+    model, batch = build_model(MODEL), _regroup(_batch(), accumulation)
+    replayed = model.blocks["0"].mlp.w_up = _Replayed(model.blocks["0"].mlp.w_up)
+    loss_fn, options = build_loss_fn(TrainConfig(), MODEL), {"vocab_size": 13, "compute_dtype": dtype}
+    seam = build_value_and_grad(model, loss_fn, **options, cuda_graphs=True)
+    plain = build_value_and_grad(build_model(MODEL), loss_fn, **options)
+    for _ in range(2):
+        sums, found = seam(params, {}, batch)
+        expected_sums, expected = plain(params, {}, batch)
+        assert torch.equal(sums.total, expected_sums.total)
+        for name, grad in expected.items():
+            assert found[name].dtype == grad.dtype
+            assert torch.equal(found[name], grad), name
+    assert len(replayed.seen) == 2 * accumulation and len(set(replayed.seen)) == 1
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -23,6 +23,7 @@ from forge.distributed import parallelize
 from forge.errors import ConfigError
 from forge.pytree import tree_equal, tree_flatten_named
 from forge.training.parts import build_parts, initial_state, step_for, template_state
+from forge.training.plan import plan_run
 from forge.training.runtime import build_runtime
 
 MODEL = ModelConfig(dim=16, n_layers=2, n_heads=2, vocab_size=61, max_seq_len=16)
@@ -50,7 +51,8 @@ def _run(job, steps):
     parts = _parts(job)
     state, step_at = initial_state(job, parts), step_for(job, parts)
     for step in range(steps):
-        ids = torch.randint(0, 61, (1, 2, 16), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(step))
+        ids = ids.view(-1, job.train.micro_batch_size, 16).to(parts.runtime.device)
         train_step, state = step_at(step, state)
         state, _ = train_step(state, Batch(ids, ids.clone()))
     return state
@@ -110,6 +112,22 @@ def test_compiled_blocks_are_called_from_python_where_a_profile_is_to_see_into_t
     for job in (compiled, evolve(compiled, profiling=ProfilingConfig(steps=2))):
         _parts(job)
     assert asked == [not torch.cuda.is_available(), False]
+
+
+def test_cuda_graphs_are_refused_on_a_cpu_by_a_run_alone():
+    job = evolve(JOB, train=evolve(JOB.train, compile=True, cuda_graphs=True))
+    with pytest.raises(ConfigError, match=r"train\.cuda_graphs = true needs CUDA, and this is a cpu: set it"):
+        _parts(job)
+    assert plan_run(job, tflops=1.0).memory == plan_run(JOB, tflops=1.0).memory
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_blocks_replayed_as_cuda_graphs_train_as_others_do(precision):
+    train = evolve(JOB.train, device="cuda", precision=precision, micro_batch_size=1, compile=True)
+    plain, replayed = (evolve(JOB, train=evolve(train, cuda_graphs=graphs)) for graphs in (False, True))
+    for name, leaf in tree_flatten_named(_run(replayed, 5).params).items():
+        torch.testing.assert_close(leaf, tree_flatten_named(_run(plain, 5).params)[name], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])

@@ -135,6 +135,13 @@ def test_kernels_and_products_of_cuda_are_planned_without_it():
     assert plan_ranks(gpus, 2, tflops=1.0).memory == plan_ranks(plain, 2, tflops=1.0).memory
 
 
+def test_cuda_graphs_are_planned_for_one_gpu_and_refused_for_more():
+    graphs = evolve(JOB, train=evolve(TRAIN, compile=True, cuda_graphs=True))
+    assert plan_ranks(graphs, 1, tflops=1.0).memory == plan_ranks(JOB, 1, tflops=1.0).memory
+    with pytest.raises(ConfigError, match=r"train\.cuda_graphs = true needs one process, and there are 2"):
+        plan_ranks(graphs, 2, tflops=1.0)
+
+
 REFUSED = {
     "tp 5 = 5 x does not divide": ({"tp": 5}, 8),
     "n_heads": ({"tp": 8}, 8),
