@@ -19,6 +19,10 @@ from forge.errors import ForgeError
 from forge.model.head import soft_cap
 
 
+FEW_LOGITS = 2**17
+"""Up to so many, passes over them cost less than the operators that save passes."""
+
+
 @frozen
 class LossOptions:
     """What is added to plain cross entropy."""
@@ -26,6 +30,9 @@ class LossOptions:
     z_loss_weight: float = 0.0
     label_smoothing: float = 0.0
     logit_softcap: float | None = None
+
+
+_PLAIN = LossOptions()
 
 
 class TokenLosses(NamedTuple):
@@ -59,12 +66,18 @@ def token_losses(logits: Tensor, labels: Tensor, options: LossOptions) -> TokenL
 def fused_losses(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, chunk: int) -> TokenLosses:
     """Losses of hidden states (N, dim) under the head weight (V, dim), once differentiable in both.
 
-    Works in fp32 or bf16 (products and log-sum-exp in fp32), under `torch.func.grad`, `vmap` and `torch.compile`.
+    In fp32 and without options few logits are made at once, in the fewest operators; these losses can be differentiated
+    again. Works in fp32 or bf16 (products and log-sum-exp in fp32), under `torch.func.grad`, `vmap` and `torch.compile`.
 
     Args:
         labels: int64 (N,), IGNORE = not a target.
         chunk: tokens whose logits exist at a time.
     """
+    tokens, few = hidden.shape[0], hidden.shape[0] * weight.shape[0] <= FEW_LOGITS
+    if few and tokens <= chunk and options == _PLAIN and hidden.dtype == weight.dtype == torch.float32:
+        log_probs = torch.log_softmax(hidden @ weight.T, dim=-1)
+        ce = F.nll_loss(log_probs, labels, ignore_index=IGNORE, reduction="none")
+        return TokenLosses(ce.sum(), ce.detach(), torch.zeros_like(ce))
     grad = torch.is_grad_enabled()
     wants = (grad and hidden.requires_grad, grad and weight.requires_grad)
     total, ce, squared_lse, _, _ = _FusedLosses.apply(hidden, weight, labels, options, chunk, *wants)
@@ -194,7 +207,7 @@ class _Buffers:
 
     def __init__(self, hidden: Tensor, rows: int, vocab: int, options: LossOptions) -> None:
         real = type(hidden) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()  # has values to read
-        large = rows * vocab > 2**17  # else passes over the logits cost less than the operators that save them
+        large = rows * vocab > FEW_LOGITS
         self.in_place = real and large and not hidden.is_cuda and options.logit_softcap is None
         self.logits = hidden.new_empty(rows, vocab, dtype=torch.float32)
         self.probs = self.logits if self.in_place else torch.empty_like(self.logits)

@@ -12,12 +12,19 @@ from torch.nn import functional as F
 
 from forge.config import ModelConfig, TrainConfig
 from forge.errors import DataError, ForgeError
+from forge.training import fused_loss
 from forge.training.fused_loss import LossOptions, fused_losses, token_losses
 from forge.training.loss import build_eval_loss_fn, build_loss_fn, check_labels, cross_entropy
 from forge.training.state import IGNORE
 from tests.made import Made
 
 MODEL = ModelConfig(dim=8, n_layers=1, vocab_size=11, max_seq_len=64)
+
+
+@pytest.fixture(params=[0, fused_loss.FEW_LOGITS], ids=["in chunks", "at once"])
+def few(request, monkeypatch):
+    """Logits up to which the fused loss makes them at once."""
+    monkeypatch.setattr(fused_loss, "FEW_LOGITS", request.param)
 
 
 def _inputs(tokens: int, seed: int = 0, dim: int = 8, vocab: int = 11, ignored: float = 0.3):
@@ -89,6 +96,7 @@ def test_bf16_loss_over_50k_words_is_within_two_thousandths_of_float64(kind):
     assert abs(float(sums.total) / float(exact) - 1) < 2e-3
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("kind", ["fused", "chunked", "plain"])
 def test_logits_of_thirty_thousand_do_not_overflow(kind):
     hidden = torch.tensor([[[3e4, 0.0]]]).requires_grad_()
@@ -99,6 +107,7 @@ def test_logits_of_thirty_thousand_do_not_overflow(kind):
     assert torch.isfinite(hidden.grad).all()
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("kind", ["fused", "chunked", "plain"])
 def test_all_labels_ignored_gives_zero_and_zero_gradients(kind):
     hidden, weight, labels = _inputs(5)
@@ -125,6 +134,7 @@ def test_cross_entropy_is_torchs_with_label_smoothing_and_ignored_labels(tokens,
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.usefixtures("few")
 def test_the_evaluation_loss_has_no_z_loss_and_no_smoothing():
     hidden, weight, labels = _inputs(7)
     sums = build_eval_loss_fn(TrainConfig(z_loss_weight=1.0, label_smoothing=0.5), MODEL)(hidden, weight, labels, None)
@@ -146,6 +156,7 @@ def test_soft_capped_logits_match_autograd(kind):
     )
 
 
+@pytest.mark.usefixtures("few")
 def test_sources_split_the_sums_exactly():
     hidden, weight, labels = (torch.cat([x, y]) if x.dim() == 3 or x.dtype == torch.int64 else x
                               for x, y in zip(_inputs(5, 1), _inputs(5, 2), strict=True))  # fmt: skip
@@ -178,6 +189,19 @@ def test_fused_loss_works_under_torch_func_grad_and_vmap():
         ours = torch.func.vmap(torch.func.grad(fused, argnums), (0, None, 0))(hidden, weight, labels)
         theirs = torch.func.vmap(torch.func.grad(plain, argnums), (0, None, 0))(hidden, weight, labels)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_few_logits_made_at_once_can_be_differentiated_again():
+    hidden, weight, labels = _inputs(6, 4)
+
+    def curvature(losses):
+        h = hidden[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(losses(h), h, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), h)[0]
+
+    found = curvature(lambda h: fused_losses(h, weight, labels[0], LossOptions(), chunk=6).total)
+    exact = curvature(lambda h: F.cross_entropy(h @ weight.T, labels[0], ignore_index=IGNORE, reduction="sum"))
+    torch.testing.assert_close(found, exact)
 
 
 def test_a_second_derivative_of_the_fused_loss_is_refused_with_the_remedy():
