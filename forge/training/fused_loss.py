@@ -18,7 +18,6 @@ from forge.data.batch import IGNORE
 from forge.errors import ForgeError
 from forge.model.head import soft_cap
 
-
 FEW_LOGITS = 2**17
 """Up to so many, passes over them cost less than the operators that save passes."""
 
@@ -66,8 +65,8 @@ def token_losses(logits: Tensor, labels: Tensor, options: LossOptions) -> TokenL
 def fused_losses(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, chunk: int) -> TokenLosses:
     """Losses of hidden states (N, dim) under the head weight (V, dim), once differentiable in both.
 
-    In fp32 and without options few logits are made at once, in the fewest operators; these losses can be differentiated
-    again. Works in fp32 or bf16 (products and log-sum-exp in fp32), under `torch.func.grad`, `vmap` and `torch.compile`.
+    In fp32 and without options few logits are made at once, in the fewest operators, and differentiable again. Works in
+    fp32 or bf16 (products and log-sum-exp in fp32), under `torch.func.grad`, `vmap` and `torch.compile`.
 
     Args:
         labels: int64 (N,), IGNORE = not a target.
