@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from forge.model.block import BlockOutput
 from forge.pytree import PyTree, tree_add, tree_map, wide, widened
 from forge.training.extras import router_bias
-from forge.training.graphs import FixedPlaces, begin_replay
+from forge.training.graphs import FixedPlaces
 from forge.training.loss import LossFn, LossSums, check_labels, count_targets
 from forge.training.state import Batch
 from forge.training.substitute import build_substitute
@@ -54,9 +54,8 @@ def build_value_and_grad(
             The gradients are good until the next call.
     """
     objective = _build_objective(model, loss_fn, compute_dtype)
-    differentiate = by_func(objective)
-    if transform == "backward":
-        differentiate = by_backward(objective, FixedPlaces(compute_dtype) if cuda_graphs else None)
+    places = FixedPlaces(compute_dtype) if cuda_graphs else None
+    differentiate = {"backward": by_backward(objective, places), "func": by_func(objective)}[transform]
 
     def value_and_grad(params: Params, extras: PyTree, batch: Batch) -> tuple[LossSums, Params]:
         if not is_transformed(batch):
@@ -155,7 +154,7 @@ def by_backward(objective: Objective, places: FixedPlaces | None = None) -> Diff
         sums: list[LossSums] = []
         for micro in micros:
             if places is not None:
-                begin_replay()
+                torch.compiler.cudagraph_mark_step_begin()  # what the last one left is done with
             with torch.enable_grad():
                 found = detached(objective({**leaves, **fixed}, micro, backward))
             sums.append(found if places is None else tree_map(torch.clone, found))

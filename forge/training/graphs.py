@@ -1,4 +1,4 @@
-"""What a CUDA graph asks of the code around it: inputs at fixed addresses, and outputs taken before the next replay."""
+"""Inputs at fixed addresses, as a recorded CUDA graph reads them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,3 @@ class FixedPlaces:
         if rounded:
             torch._foreach_copy_([self._places[name] for name in rounded], list(rounded.values()))
         return {name: self._places[name] if name in rounded else p for name, p in params.items()}
-
-
-def begin_replay() -> None:
-    """Say that what compiled code returned so far is done with, and the next call begins at the first graph."""
-    torch.compiler.cudagraph_mark_step_begin()
