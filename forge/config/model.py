@@ -143,6 +143,11 @@ class ModelConfig:
             raise ConfigError(
                 f"model.head_dim = {self.head_width} is odd: rotary embedding turns pairs, so it must be even"
             )
+        if self.moe.n_experts and self.moe.frequency > self.n_layers:
+            raise ConfigError(
+                f"model.moe.frequency = {self.moe.frequency} exceeds model.n_layers = {self.n_layers}, so that no layer"
+                " would have experts: lower it"
+            )
         if self.rope_high_freq_factor <= self.rope_low_freq_factor:
             raise ConfigError(
                 f"model.rope_high_freq_factor = {self.rope_high_freq_factor} must be greater than"

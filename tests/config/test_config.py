@@ -57,6 +57,10 @@ PRESETS = sorted((ROOT / "configs").glob("*.toml"))
         (lambda: ModelConfig(dim="4"), "model.dim must be an integer >= 1, got '4'"),
         (lambda: ModelConfig(norm="batchnorm"), "model.norm must be one of rmsnorm, layernorm, got 'batchnorm'"),
         (lambda: MoEConfig(n_experts=2, top_k=3), "top_k = 3 exceeds model.moe.n_experts = 2"),
+        (
+            lambda: ModelConfig(n_layers=2, moe=MoEConfig(n_experts=2, frequency=3)),
+            "frequency = 3 exceeds model.n_layers = 2",
+        ),
         (lambda: JobConfig(train=TrainConfig(seq_len=4096)), "seq_len = 4096 exceeds model.max_seq_len = 2048"),
         (lambda: JobConfig(train=TrainConfig(micro_batch_size=5)), "= 32 is not divisible by train.micro_batch_size = 5"),
         (lambda: JobConfig(scheduler=Cosine(warmup_steps=1000)), "warmup_steps = 1000 must be less than train.steps = 1000"),

@@ -130,8 +130,12 @@ def test_what_cannot_be_is_one_line_before_anything_is_allocated(what):
     assert allocated < 8192, "more than the numbers of the ranks, of which the mesh makes a few tables"
 
 
+def _model(n_layers, moe, **shape):
+    return ModelConfig(n_layers=n_layers, moe=evolve(moe, frequency=min(moe.frequency, n_layers)), **shape)
+
+
 models = st.builds(
-    ModelConfig, dim=st.just(24), n_layers=st.integers(1, 4), n_heads=st.sampled_from([2, 4, 6]), n_kv_heads=st.just(2),
+    _model, dim=st.just(24), n_layers=st.integers(1, 4), n_heads=st.sampled_from([2, 4, 6]), n_kv_heads=st.just(2),
     head_dim=st.just(4), ffn_hidden_dim=st.sampled_from([24, 36, 50]), vocab_size=st.sampled_from([36, 48]),
     max_seq_len=st.just(48), tied_embeddings=st.booleans(),
     moe=st.sampled_from([MoEConfig(), MoEConfig(n_experts=4, expert_hidden_dim=12), MoEConfig(n_experts=6, frequency=2)]),

@@ -19,10 +19,10 @@ from forge.model import build_model, init_params
 def _configs(draw, experts: bool = True) -> ModelConfig:
     kv_heads = draw(st.sampled_from([1, 2]))
     n_experts = draw(st.sampled_from([0, 2, 4])) if experts else 0
-    n_shared = draw(st.integers(0, 2))
+    n_shared, n_layers = draw(st.integers(0, 2)), draw(st.integers(1, 3))
     return ModelConfig(
         dim=16,
-        n_layers=draw(st.integers(1, 3)),
+        n_layers=n_layers,
         n_heads=kv_heads * draw(st.sampled_from([1, 2, 3])),
         n_kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([4, 8])),
@@ -44,7 +44,7 @@ def _configs(draw, experts: bool = True) -> ModelConfig:
             n_shared_experts=n_shared,
             shared_expert_gate=draw(st.booleans()) if n_shared else False,
             expert_hidden_dim=draw(st.sampled_from([None, 8, 12])),
-            frequency=draw(st.integers(1, 2)),
+            frequency=draw(st.integers(1, min(2, n_layers))),
             aux_loss_weight=0.0,  # the losses of the router have no matmul; the counter must see the objective alone
         ),
     )

@@ -63,7 +63,7 @@ def models(draw) -> ModelConfig:
     }
     if family.endswith("moe"):
         moe = {
-            "frequency": draw(st.integers(1, 2)),
+            "frequency": draw(st.integers(1, min(2, changes["n_layers"]))),
             "norm_topk_prob": draw(st.booleans()),
             "top_k": draw(st.integers(1, 4)),
         }
