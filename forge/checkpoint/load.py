@@ -46,7 +46,7 @@ _DTYPES = {
 """safetensors' names -> torch's."""
 _DESCRIBED = {"bytes", "sha256"}
 PARAMETERS_ONLY = "parameters_only"
-"""The note of a checkpoint that holds parameters and no state: a model to start from."""
+"""The note of a checkpoint that holds a model to start from: parameters, balancing biases, and no state of a run."""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -133,8 +133,8 @@ def load_checkpoint(path: Path, template: T, *, device: torch.device | str = "cp
     """Read a state back, bit for bit, laid out as the template is; every rank of the job calls this.
 
     Args:
-        template: a state, or `{"params": ...}` for parameters only, of the same structure, shapes and dtypes; on the
-            meta device it costs no memory.
+        template: a state, or a dictionary of some of its fields where the checkpoint holds no others, of the same
+            structure, shapes and dtypes; on the meta device it costs no memory.
 
     Raises:
         CheckpointError: damage, or another shape of model or optimizer; the message names what differs.

@@ -1,4 +1,4 @@
-"""The parameters to use of a checkpoint, and a checkpoint that holds nothing else: a model to start from."""
+"""The parameters to use of a checkpoint, and a checkpoint of what a model is alone: one to start from."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from attrs import evolve
 from torch import Tensor
 
 from forge.checkpoint.folder import checkpoint_path, list_checkpoints
-from forge.checkpoint.layout import PARAMS_PREFIX, Box, Layout, Leaf, layout_to_json
-from forge.checkpoint.load import PARAMETERS_ONLY, read_layout, read_parts
+from forge.checkpoint.layout import PARAMS_PREFIX, Box, Layout, Leaf, key_in_file, layout_to_json
+from forge.checkpoint.load import PARAMETERS_ONLY, read_layout, read_parts, read_whole
 from forge.checkpoint.save import CONFIG, LAYOUT, Files, describe_file, publish, write_tensors, writing
 from forge.config import JobConfig, ScheduleFree, load_config, save_config
 from forge.errors import CheckpointError
@@ -75,10 +75,11 @@ def check_no_run(run_dir: Path) -> None:
 
 
 def write_start(run_dir: Path, config: JobConfig, pieces: Iterable[dict[str, Tensor]], origin: str) -> None:
-    """Make a run that starts from parameters: its config, and a checkpoint of step 0 that holds nothing else.
+    """Make a run that starts from a model: its config, and a checkpoint of step 0 that holds nothing else.
 
     Args:
-        pieces: parameters in full, by name, each into a file of its own; together all of the model's.
+        pieces: leaves in full, by path in the state, each piece into a file of its own; together all parameters and
+            the balancing biases of the routers.
         origin: where they come from, as the manifest notes it.
 
     Raises:
@@ -92,12 +93,12 @@ def write_start(run_dir: Path, config: JobConfig, pieces: Iterable[dict[str, Ten
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-            for number, params in enumerate(pieces):
+            for number, leaves in enumerate(pieces):
                 file = f"params.{number:05d}.safetensors"
-                files[file] = write_tensors(aside / file, params)
-                for name, tensor in params.items():
-                    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-                    layout[PARAMS_PREFIX + name] = Leaf(shape, dtype, ((file, Box((0,) * len(shape), shape)),))
+                files[file] = write_tensors(aside / file, {key_in_file(path): leaf for path, leaf in leaves.items()})
+                for path, leaf in leaves.items():
+                    shape, dtype = tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")
+                    layout[path] = Leaf(shape, dtype, ((file, Box((0,) * len(shape), shape)),))
             (aside / LAYOUT).write_text(layout_to_json(layout), encoding="utf-8")
             save_config(config, aside / CONFIG)
             files |= {name: describe_file(aside / name) for name in (LAYOUT, CONFIG)}
@@ -127,7 +128,7 @@ def split_by_size(groups: Iterable[tuple[list[str], int]], most: int) -> list[li
 def start_from(path: Path, run_dir: Path, *, dtype: str = "keep") -> JobConfig:
     """Make a run that starts from the parameters to use of another run's checkpoint, under that run's config.
 
-    Nothing else goes over: step, optimizer state and the balancing biases of sigmoid routers begin anew.
+    The balancing biases of sigmoid routers go with them; step, optimizer state and averages begin anew.
 
     Args:
         dtype: of the stored parameters: keep | fp32 | bf16.
@@ -139,13 +140,16 @@ def start_from(path: Path, run_dir: Path, *, dtype: str = "keep") -> JobConfig:
     source = load_config(path / CONFIG)
     kept = source.train.param_dtype if dtype == "keep" else dtype
     config = evolve(source, run_dir=str(run_dir), train=evolve(source.train, param_dtype=kept))  # type: ignore[arg-type]
-    read, to = open_parameters(path, source), DTYPES[kept]
+    read, layout, to = open_parameters(path, source), read_layout(path), DTYPES[kept]
+    biases = [leaf for leaf in layout if leaf.startswith("extras/router_bias/")]
     sizes = [([name], p.numel() * to.itemsize) for name, p in build_model(source.model).named_parameters()]
 
     def pieces() -> Iterator[dict[str, Tensor]]:
         for group in split_by_size(sizes, FILE_BYTES):
             params = read([name for names in group for name in names])
-            yield {name: p.to(to) for name, p in params.items()}
+            yield {PARAMS_PREFIX + name: p.to(to) for name, p in params.items()}
+        if biases:
+            yield {leaf: read_whole(path, layout, leaf) for leaf in biases}
 
     write_start(run_dir, config, pieces(), str(path))
     return config

@@ -26,9 +26,11 @@ from forge.data import Batch, build_tokenizer, share_of
 from forge.distributed.launch import find_launch
 from forge.errors import CheckpointError
 from forge.model.attention import CUDA_KERNELS
+from forge.pytree import PyTree
 from forge.training.average import params_to_use
 from forge.training.data_pipeline import open_data, open_eval_sets
 from forge.training.eval import run_eval_sets
+from forge.training.extras import router_bias
 from forge.training.generate import Sampling
 from forge.training.parts import Parts, adopt, build_parts, initial_state, template_state
 from forge.training.runtime import Runtime, build_runtime, open_runtime
@@ -124,8 +126,10 @@ def restore(path: Path, config: JobConfig, parts: Parts) -> TrainState:
     manifest = read_manifest(path)
     template = template_state(config, parts, manifest["step"])
     if has_parameters_only(manifest):
-        only = load_checkpoint(path, {"params": template.params}, device=parts.runtime.device)
-        return initial_state(config, parts, only["params"])
+        model = {"params": template.params, "extras": router_bias(template.extras)}
+        start: dict[str, PyTree] = load_checkpoint(path, model, device=parts.runtime.device)
+        state = initial_state(config, parts, start["params"])
+        return evolve(state, extras={**state.extras, **start["extras"]})
     return adopt(parts, load_checkpoint(path, template, device=parts.runtime.device))
 
 

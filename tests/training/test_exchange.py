@@ -154,6 +154,24 @@ def test_a_run_starts_from_what_another_run_would_export(folders, tmp_path):
     assert int(load_run(second, device="cpu").state.step) == 6
 
 
+def test_the_balance_that_sigmoid_routers_learned_goes_over_to_a_run_that_starts_from_them(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("what is said once is said again. " * 60)
+    experts = ["--model.moe.n-experts", 4, "--model.moe.router", "sigmoid", "--model.moe.expert-hidden-dim", 16]
+    shape = ["--model.dim", 16, "--model.n-layers", 2, "--model.n-heads", 2, "--model.vocab-size", 257, *experts]
+    first, second = tmp_path / "first", tmp_path / "second"
+    argv = _flags(tmp_path, "--run-dir", first, *shape)
+    assert call("train", *argv[3:])[0] == 0
+    assert call("import", "--path", first, "--run-dir", second, "--dtype", "bf16")[0] == 0
+    learned, start = (load_run(run, device="cpu").state.extras["router_bias"] for run in (first, second))
+    assert set(learned) == {"0", "1"} and all(bias.any() for bias in learned.values())
+    assert tree_equal(start, learned)
+    argv = _flags(tmp_path, "--config", second / "config.toml", "--train.steps", 1)
+    assert call(*argv)[0] == 0
+    moved = load_run(second, device="cpu").state.extras["router_bias"]
+    assert all((moved[layer] - learned[layer]).abs().max() < 1.5e-3 for layer in learned)  # by one bias_update_rate
+
+
 def test_a_run_is_not_imported_over_another_and_a_step_must_be_there(folders, tmp_path):
     assert call(*_flags(folders, "--run-dir", tmp_path / "run"))[0] == 0
     before = tree_of(tmp_path / "run")

@@ -14,6 +14,7 @@ from forge.checkpoint.huggingface.config_json import load_config_json
 from forge.checkpoint.huggingface.families import Family
 from forge.checkpoint.huggingface.tensors import Origins, is_buffer, origins, to_family, to_forge, units
 from forge.checkpoint.huggingface.tokenizer import TOKENIZER, copy_tokenizer
+from forge.checkpoint.layout import PARAMS_PREFIX
 from forge.checkpoint.load import opened
 from forge.checkpoint.parameters import FILE_BYTES, check_no_run, split_by_size, write_start
 from forge.checkpoint.save import writing
@@ -161,9 +162,9 @@ def _check_tied(folder: Path, head: Stored, embedding: Stored | None) -> None:
 def _converted(
     found: Origins, meta: Mapping[str, Tensor], tensors: Mapping[str, Stored], dtype: torch.dtype
 ) -> Generator[dict[str, Tensor], None, None]:
-    """forge's parameters, file by file."""
+    """forge's parameters, file by file, by path in the state."""
     groups = [(names, sum(meta[name].numel() * dtype.itemsize for name in names)) for names in units(found).values()]
     for group in split_by_size(groups, FILE_BYTES):
         names = [name for unit in group for name in unit]
         sources = {source: tensors[source].read() for name in names for source in found[name].tensors}
-        yield {name: tensor.to(dtype) for name, tensor in to_forge(found, sources, names).items()}
+        yield {PARAMS_PREFIX + name: tensor.to(dtype) for name, tensor in to_forge(found, sources, names).items()}
