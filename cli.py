@@ -71,6 +71,7 @@ def generate(argv: Sequence[str]) -> None:
         prompts=_prompts(args),
         sampling=Sampling(args.temperature, args.top_k, args.top_p, args.min_p),
         max_new_tokens=args.max_new_tokens,
+        samples=args.samples,
         seed=args.seed,
         stop=args.stop,
         distributed=_layout(args, argv),

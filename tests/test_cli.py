@@ -60,7 +60,9 @@ def test_generate_continues_the_prompt_and_repeats_for_a_seed(trained):
     argv = ("generate", "--run-dir", trained.parent / "run", "--prompt", "3 times", "--max-new-tokens", 8, "--seed")
     status, first, _ = call(*argv, 1)
     assert status == 0 and first.startswith("3 times") and len(first) > len("3 times\n")
-    assert call(*argv, 1)[1] == first != call(*argv, 2)[1]
+    second = call(*argv, 2)[1]
+    assert call(*argv, 1)[1] == first != second
+    assert call(*argv, 1, "--samples", 2)[1] == f"--- 1\n{first}--- 2\n{second}"
 
 
 def test_generate_continues_prompts_and_files_and_says_how_fast(trained):

@@ -67,8 +67,10 @@ class Generate(RunFolder):
     """Sample from tokens at least so likely, relative to the likeliest."""
     stop: UseAppendAction[tuple[str, ...]] = ()
     """Text before which a continuation ends; several may be given."""
+    samples: int = field(default=1, validator=integer(least=1))
+    """Texts of each prompt."""
     seed: int = field(default=0, validator=integer(least=0, most=2**63 - 1))
-    """Of the sampling."""
+    """Of the sampling; each further text of a prompt is that of the next seed."""
 
 
 @frozen

@@ -9,7 +9,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge.errors import ConfigError
+from forge.errors import ConfigError, RunError
 from forge.model.cache import Cache
 from forge.training.reading import Read
 
@@ -61,6 +61,7 @@ def generate(
 
     Raises:
         ConfigError: an empty prompt.
+        RunError: logits that are not finite, from which nothing can be drawn.
     """
     context, padding = _side_by_side(prompts, max_seq_len)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds or [0] * len(prompts)]
@@ -68,6 +69,8 @@ def generate(
     unread, cache = context, _cache(padding)
     for made in range(max_new_tokens):
         logits = read(unread, cache)
+        if not logits.amax(dim=-1).isfinite().all():
+            raise RunError(f"logits are not finite after {made} tokens: take an earlier checkpoint of the run")
         draws = torch.stack([torch.rand((), dtype=torch.float64, generator=generator) for generator in generators])
         token = sample(logits, sampling, draws.to(logits.device))
         if stop_id is not None:

@@ -208,6 +208,7 @@ def generate_from_run(
     max_new_tokens: int,
     step: int = -1,
     device: Device = "auto",
+    samples: int = 1,
     seed: int = 0,
     stop: Sequence[str] = (),
     distributed: DistributedConfig | None = None,
@@ -215,7 +216,7 @@ def generate_from_run(
     """`sample_texts` from a run's checkpoint; of several ranks all get the same."""
     with open_run(run_dir, step=step, device=device, distributed=distributed) as trained:
         start = time.perf_counter()
-        samples = sample_texts(
+        made = sample_texts(
             trained.config,
             trained.parts,
             trained.params(),
@@ -224,7 +225,8 @@ def generate_from_run(
             prompts,
             sampling,
             max_new_tokens=max_new_tokens,
+            samples=samples,
             seed=seed,
             stop=stop,
         )
-        return Generated(samples, time.perf_counter() - start)
+        return Generated(made, time.perf_counter() - start)

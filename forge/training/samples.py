@@ -45,33 +45,36 @@ def sample_texts(
     sampling: Sampling,
     *,
     max_new_tokens: int,
+    samples: int = 1,
     seed: int = 0,
     stop: Sequence[str] = (),
 ) -> list[Sample]:
-    """Continue all prompts side by side; each gets the text that it would get alone.
+    """Continue all prompts side by side; each gets the texts that it would get alone.
 
     Of several ranks, every one must call it together, and all get the same.
 
     Args:
         params: of the model in this process's layout.
+        samples: texts of each prompt, in a row: the first that of `seed`, the next that of `seed` + 1, and so on.
         seed: of every prompt's own generator.
         stop: a text ends before the first of these.
 
     Raises:
         ConfigError: an empty prompt or stop string, or a token beyond the model's vocabulary.
+        RunError: logits that are not finite.
     """
     if "" in stop:
         raise ConfigError("a stop string is empty: give at least one character")
     device = parts.runtime.device
-    ids = [_ids(config, tokenizer, prompt).to(device) for prompt in prompts]
+    ids = [_ids(config, tokenizer, prompt).to(device) for prompt in prompts for _ in range(samples)]
+    seeds = [*range(seed, seed + samples)] * len(prompts)
     texts = [TextStream(tokenizer, row.tolist(), stop) for row in ids]
     mesh = parts.runtime.mesh
     model = build_model(config.model) if mesh is None else parts.model
     with open_reader(model, params, extras, mesh=mesh, compute_dtype=parts.runtime.compute_dtype) as read:
         tokens = generate(
-            read, ids, sampling,
-            max_new_tokens=max_new_tokens, max_seq_len=config.model.max_seq_len, seeds=[seed] * len(ids),
-        )  # fmt: skip
+            read, ids, sampling, max_new_tokens=max_new_tokens, max_seq_len=config.model.max_seq_len, seeds=seeds
+        )
         for row in tokens:
             for text, token in zip(texts, row.tolist(), strict=True):
                 text.add(token)

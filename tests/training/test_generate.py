@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.func import functional_call
 
 from forge.config import ModelConfig, MoEConfig
-from forge.errors import ConfigError
+from forge.errors import ConfigError, RunError
 from forge.model import build_model, init_params
 from forge.training.generate import Sampling, generate, sample
 from forge.training.reading import open_reader
@@ -36,6 +36,16 @@ def _tokens(prompts=PROMPTS, sampling=GREEDY, variant="plain", max_new_tokens=8,
             read, prompts, sampling, max_new_tokens=max_new_tokens, max_seq_len=config.max_seq_len, **options
         )
         return torch.stack(list(found), dim=1)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling()], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_one_line(sampling, spoilt):
+    logits = iter([torch.zeros(1, 13), torch.zeros(1, 13).index_fill(1, torch.tensor([4]), spoilt)])
+    made = generate(lambda *_: next(logits), [torch.tensor([1])], sampling, max_new_tokens=3, max_seq_len=9)
+    next(made)
+    with pytest.raises(RunError, match="logits are not finite after 1 tokens"):
+        next(made)
 
 
 def _recomputed(prompt, variant, max_new_tokens):

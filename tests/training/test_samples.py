@@ -84,6 +84,15 @@ def test_a_text_does_not_depend_on_the_prompts_beside_it(prompts, seed):
     assert _texts(_params(), prompts, **options) == alone
 
 
+def test_further_texts_of_a_prompt_are_those_of_the_next_seeds():
+    options = {"temperature": 1.0, "max_new_tokens": 12}
+    made = _texts(_params(), ["ab", "c"], samples=3, seed=5, **options)
+    assert made == [
+        _texts(_params(), [prompt], seed=seed, **options)[0] for prompt in ("ab", "c") for seed in (5, 6, 7)
+    ]
+    assert len(set(made)) == 6
+
+
 TEXT = st.text(alphabet="abé€", max_size=30)
 
 
