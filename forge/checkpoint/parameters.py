@@ -18,7 +18,7 @@ from forge.errors import CheckpointError
 from forge.model import build_model
 from forge.pytree import tree_flatten_named, tree_unflatten_named
 from forge.training.average import averaged, init_ema
-from forge.training.optimizer import build_optimizer, init_opt_state, parameter_roles, with_master_weights
+from forge.training.optimizer import init_opt_state, job_optimizer, parameter_roles
 from forge.training.runtime import DTYPES
 
 FILE_BYTES = 4 * 10**9
@@ -37,9 +37,7 @@ def open_parameters(path: Path, config: JobConfig) -> Read:
     layout, model = read_layout(path), build_model(config.model)
     meta = {name: p.detach() for name, p in model.named_parameters()}
     dtype = DTYPES[config.train.param_dtype]
-    optimizer = build_optimizer(config.optimizer, parameter_roles(model))
-    if config.train.param_dtype != "fp32":
-        optimizer = with_master_weights(optimizer)
+    optimizer = job_optimizer(config, parameter_roles(model))
     trained = _recovered_from_state(config, layout)
     begun = "extras/ema/weight" in layout  # a model to start from has none yet
     kept = config.train if begun else evolve(config.train, ema_decay=None)

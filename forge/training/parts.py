@@ -25,14 +25,7 @@ from forge.training.grad import ValueAndGrad, build_value_and_grad
 from forge.training.grad_pipeline import build_pipeline_eval_step, build_pipeline_value_and_grad
 from forge.training.grad_sharded import build_sharded_eval_step, build_sharded_value_and_grad
 from forge.training.loss import build_eval_loss_fn, build_loss_fn
-from forge.training.optimizer import (
-    Optimizer,
-    build_optimizer,
-    extend,
-    init_opt_state,
-    parameter_roles,
-    with_master_weights,
-)
+from forge.training.optimizer import Optimizer, extend, init_opt_state, job_optimizer, parameter_roles
 from forge.training.optimizer.muon_sharded import sharded_orthogonal_steps
 from forge.training.runtime import Runtime
 from forge.training.scheduler import Schedule, build_scheduler, scaled_by_phase
@@ -68,16 +61,11 @@ def build_parts(config: JobConfig, runtime: Runtime) -> Parts:
     orthogonal_steps = None
     if runtime.mesh is not None:
         orthogonal_steps = sharded_orthogonal_steps(dict(model.named_parameters()), runtime.mesh)
-    optimizer = build_optimizer(
-        config.optimizer, roles, width=config.model.width_multiplier, orthogonal_steps=orthogonal_steps
-    )
-    if config.train.param_dtype != "fp32":
-        optimizer = with_master_weights(optimizer)
     return Parts(
         runtime=runtime,
         model=model,
         names=names,
-        optimizer=optimizer,
+        optimizer=job_optimizer(config, roles, orthogonal_steps=orthogonal_steps),
         schedule=scaled_by_phase(build_scheduler(config.scheduler, config.train.steps), config.data.all_phases),
         eval_step=_eval_step(config, runtime, model),
     )

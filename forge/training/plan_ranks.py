@@ -12,7 +12,7 @@ from forge.metrics import ParameterCount, count_flops_per_token, count_parameter
 from forge.model import build_model
 from forge.model.attention import check_attention_backend
 from forge.training.average import init_ema
-from forge.training.optimizer import build_optimizer, parameter_roles, with_master_weights
+from forge.training.optimizer import job_optimizer, parameter_roles
 from forge.training.plan import (
     check_addressable,
     format_count,
@@ -111,9 +111,7 @@ def stored_bytes(layout: Layout, pp_rank: int, learned: frozenset[str], shard_ra
         for name in stage
     }
     trained = {name: p for name, p in held.items() if name in learned}
-    optimizer = build_optimizer(layout.config.optimizer, parameter_roles(build_model(layout.config.model)))
-    if layout.param_dtype != torch.float32:
-        optimizer = with_master_weights(optimizer)
+    optimizer = job_optimizer(layout.config, parameter_roles(build_model(layout.config.model)))
     return {
         "parameters": tree_bytes(held),
         "gradients": tree_bytes(trained),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from forge.config import SGD, AdamW, Lion, Muon, OptimizerConfig, ScheduleFree
+from forge.config import SGD, AdamW, JobConfig, Lion, Muon, OptimizerConfig, ScheduleFree
 from forge.training.optimizer.adamw import adamw
 from forge.training.optimizer.core import Optimizer, apply_update, eval_params, extend, init_opt_state
 from forge.training.optimizer.lion import lion
@@ -17,8 +17,7 @@ from forge.training.optimizer.width import scaled_by_width
 
 __all__ = [
     "Optimizer", "Role", "apply_update", "build_optimizer", "decays", "eval_params", "extend", "init_opt_state",
-    "parameter_roles",
-    "with_master_weights",
+    "job_optimizer", "parameter_roles", "with_master_weights",
 ]  # fmt: skip
 
 
@@ -39,6 +38,16 @@ def build_optimizer(
     if width != 1:
         return scaled_by_width(partial(_build, roles, orthogonal_steps), config, roles, width)
     return _build(roles, orthogonal_steps, config)
+
+
+def job_optimizer(
+    config: JobConfig, roles: dict[str, Role], *, orthogonal_steps: OrthogonalSteps | None = None
+) -> Optimizer:
+    """The optimizer of a job: by its model's width, and with master weights where parameters are narrower than fp32."""
+    optimizer = build_optimizer(
+        config.optimizer, roles, width=config.model.width_multiplier, orthogonal_steps=orthogonal_steps
+    )
+    return optimizer if config.train.param_dtype == "fp32" else with_master_weights(optimizer)
 
 
 def _build(roles: dict[str, Role], orthogonal_steps: OrthogonalSteps | None, config: OptimizerConfig) -> Optimizer:
