@@ -238,7 +238,7 @@ def test_choosing_muon_keeps_its_other_defaults(preset):
 def test_the_message_survives_a_terminal_without_unicode(preset):
     done = _python("plan", "--config", preset, "--train.steps", "1e4", env={"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 2
-    assert done.stderr == "error: Error parsing --train.steps: invalid literal for int() with base 10: '1e4'\n"
+    assert done.stderr == "error: --train.steps must be an integer, got '1e4'\n"
 
 
 def _python(*argv, env=None, **options) -> subprocess.CompletedProcess:

@@ -30,11 +30,14 @@ def trained(tmp_path_factory):
 
 FLAGS = [
     (["--model.dmi", "4"], "unknown flag --model.dmi (did you mean '--model.dim'?)"),
-    (["--train.steps", "1e4"], "--train.steps: invalid literal for int() with base 10: '1e4'"),
-    (["--train.steps", "many"], "--train.steps"),
-    (["--train.steps"], "--train.steps"),
+    (["--train.steps", "1e4"], "--train.steps must be an integer, got '1e4'"),
+    (["--train.steps", "many"], "--train.steps must be an integer, got 'many'"),
+    (["--train.steps"], "--train.steps needs a value"),
+    (["--optimizer.lr", "high"], "--optimizer.lr must be a number, got 'high'"),
+    (["--model.n-kv-heads", "1.5"], "--model.n-kv-heads must be an integer or None, got '1.5'"),
+    (["--train.grad-clip-norm", "off"], "--train.grad-clip-norm must be a number or None, got 'off'"),
     (["--optimizer.lr", "nan"], "optimizer.lr must be a number >= 0, got nan"),
-    (["--train.precision", "fp8"], "'fp8'"),
+    (["--train.precision", "fp8"], "--train.precision must be one of 'auto', 'fp32', 'bf16', got 'fp8'"),
     (["--metrics.jsonl", "false"], "a switch takes no value"),
     (["--train.freeze", "norms"], "train.freeze is a table"),
     (["--model.dim", "17"], "model.dim = 17 is not divisible by 2 heads"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -171,4 +172,21 @@ def _message(box: str) -> str:
     title, *texts = [line for line in lines if line.strip("-")]
     if len(texts) > 1 and texts[0].startswith("Missing from"):
         return f"{texts[1].split()[0]} is missing"
-    return texts[0] if texts else title
+    return _plainly(texts[0] if texts else title)
+
+
+_PLAINLY = (
+    (r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 must be an integer, got \2"),
+    (r"Error parsing (\S+): could not convert string to float: (.*)", r"\1 must be a number, got \2"),
+    (r"Error parsing (\S+): no type matching {None}\|INT .* from \[(.*)\]\.", r"\1 must be an integer or None, got \2"),
+    (r"Error parsing (\S+): no type matching {None}\|FLOAT .* from \[(.*)\]\.", r"\1 must be a number or None, got \2"),
+    (r"invalid choice (.*) for argument '(\S+)'\. Expected one of \((.*)\)\.", r"\2 must be one of \3, got \1"),
+    (r"Missing value for argument '(\S+)'\. Expected 1 values\.", r"\1 needs a value"),
+)
+"""What tyro says -> what the checks of the fields would."""
+
+
+def _plainly(text: str) -> str:
+    """tyro's words as ours; those that are not known here stay."""
+    found = ((re.fullmatch(pattern, text), said) for pattern, said in _PLAINLY)
+    return next((match.expand(said) for match, said in found if match), text)

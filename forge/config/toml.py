@@ -44,7 +44,7 @@ def parse_toml(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors begin with a mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:  # tomllib has its own error, but not for these: long integers, depth

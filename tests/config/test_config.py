@@ -140,6 +140,11 @@ def test_presets_load_and_survive_a_round_trip(path, tmp_path):
     assert load_config(tmp_path / "config.toml") == config
 
 
+def test_a_preset_that_an_editor_began_with_a_byte_order_mark_loads(tmp_path):
+    (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbf[train]\nsteps = 3\n")
+    assert load_config(tmp_path / "x.toml").train.steps == 3
+
+
 def test_the_presets_are_the_promised_ones():
     assert [path.stem for path in PRESETS] == ["gpt2_124m", "llama_1b", "llama_70b", "llama_8b", "moe_small", "tiny"]
 
