@@ -57,7 +57,7 @@ class TrainConfig:
     loss: Literal["fused", "chunked", "plain"] = field(default="fused", validator=one_of("fused", "chunked", "plain"))
     """fused makes the gradient chunk by chunk, without the logits; plain can be differentiated again and again."""
     loss_chunk_size: int | None = field(default=None, validator=optional(integer(least=1)))
-    """Tokens a chunk of the fused and chunked loss; unset = 256 on a CPU, whose caches then hold it, 512 on CUDA."""
+    """Tokens a chunk of the fused and chunked loss; unset = 256 on a CPU, whose caches then hold it, 1024 on CUDA."""
     z_loss_weight: float = field(default=0.0, validator=number(least=0))
     """Weight of logsumexp(logits)^2 over target tokens (PaLM 2022, sec. 5: 1e-4)."""
     label_smoothing: float = field(default=0.0, validator=number(least=0, most=0.999999))

@@ -315,4 +315,4 @@ def add_mm(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
         return torch.mm(left, right) if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
     if left.dtype == torch.float32:
         return total.addmm_(left, right)
-    return total.add_(torch.mm(left, right, out_dtype=torch.float32))
+    return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)

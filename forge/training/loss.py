@@ -85,8 +85,12 @@ def _vocab_parallel(
 
 
 def chunk_size(asked: int | None, device: str) -> int:
-    """`train.loss_chunk_size` on a type of device."""
-    return asked or (256 if device == "cpu" else 512)
+    """`train.loss_chunk_size` on a type of device.
+
+    Each chunk reads and writes the head's fp32 gradient, 8 bytes an element, and spends 6 FLOPs a token on it: with
+    1024 tokens that is a fifth to a third of the products' time, at the 150 to 250 FLOPs a byte of an A100 or H100.
+    """
+    return asked or (256 if device == "cpu" else 1024)
 
 
 def _build(losses: Losses, options: LossOptions, chunk: int | None, sources: int) -> LossFn:

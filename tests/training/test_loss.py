@@ -64,10 +64,15 @@ def test_fused_chunked_and_plain_agree_for_any_number_of_tokens(tokens, chunk, s
         torch.testing.assert_close(other_weight, grad_weight, rtol=1e-4, atol=1e-5)
 
 
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("kind", ["fused", "chunked", "plain"])
-def test_bf16_inputs_keep_an_fp32_loss_and_gradients_of_their_own_dtype(kind):
-    hidden, weight, labels = _inputs(9, 1)
-    sums, grad_hidden, grad_weight = _value_and_gradient(kind, hidden.bfloat16(), weight.bfloat16(), labels)
+def test_bf16_inputs_keep_an_fp32_loss_and_gradients_of_their_own_dtype(kind, device):
+    hidden, weight, labels = (tensor.to(device) for tensor in _inputs(9, 1))
+    low = hidden.bfloat16(), weight.bfloat16(), labels
+    sums, grad_hidden, grad_weight = _value_and_gradient(kind, *low, loss_chunk_size=4)
     exact, exact_hidden, exact_weight = _value_and_gradient(
         "plain", hidden.bfloat16().float(), weight.bfloat16().float(), labels
     )
