@@ -7,8 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from attrs import evolve
+from torch import Tensor
 
 from forge.checkpoint.ranks import all_ranks
 from forge.checkpoint.save import Draft, draft_checkpoint, write_draft
@@ -51,8 +53,7 @@ class AsyncSaver:
         """
         failure = self._settle()
         draft = draft_checkpoint(root, state, config=config, notes=notes, ranks=self._ranks)
-        own = {name: part.to("cpu", copy=True) for name, part in draft.own.items()}
-        self._pending = self._pool.submit(self._write, evolve(draft, own=own), then)
+        self._pending = self._pool.submit(self._write, evolve(draft, own=_on_host(draft.own)), then)
         if failure is not None:
             raise failure
         return draft.final
@@ -82,3 +83,16 @@ class AsyncSaver:
     def _settle(self) -> BaseException | None:
         pending, self._pending = self._pending, None
         return None if pending is None else pending.exception()
+
+
+def _on_host(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that stay as they are; training waits for them, so those of CUDA go to pinned memory, all at once.
+
+    torch keeps pinned memory that is free again for the next save.
+    """
+    copies = {name: torch.empty(p.shape, dtype=p.dtype, pin_memory=p.is_cuda) for name, p in parts.items()}
+    for name, part in parts.items():
+        copies[name].copy_(part, non_blocking=part.is_cuda)
+    if any(part.is_cuda for part in parts.values()):
+        torch.cuda.current_stream().synchronize()
+    return copies

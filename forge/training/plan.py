@@ -83,16 +83,18 @@ def plan_run(config: JobConfig, *, tflops: float) -> Plan:
         ConfigError: a tensor of the run would have more elements than can be addressed.
     """
     check_addressable(config)
-    config = countable(config)
+    replayed, config = config.train.cuda_graphs, countable(config)
     runtime = build_runtime(config)
     parts = build_parts(config, runtime)
     state = template_state(config, parts, config.train.steps)
     learned = learned_names(config, state.params)
+    trained = [state.params[name] for name in learned]
     cast = runtime.compute_dtype if runtime.compute_dtype != runtime.param_dtype else None
     memory = {
         "parameters": tree_bytes(state.params),
         "their casts": sum(p.numel() * cast.itemsize for p in state.params.values()) if cast else 0,
-        "gradients": _gradient_bytes(config, [state.params[name] for name in learned]),
+        "gradients": _gradient_bytes(config, trained),
+        **({"bf16 gradients": sum(p.numel() * cast.itemsize for p in trained)} if cast and replayed else {}),
         "optimizer": tree_bytes(state.opt_state),
         **({"average": tree_bytes(state.extras["ema"])} if "ema" in state.extras else {}),
         "activations": activation_bytes(config, parts),

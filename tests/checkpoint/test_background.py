@@ -12,7 +12,7 @@ import forge.checkpoint.save as save
 from forge.checkpoint import AsyncSaver, list_checkpoints, load_checkpoint, prune_checkpoints, verify_checkpoint
 from forge.config import JobConfig
 from forge.errors import CheckpointError
-from forge.pytree import tree_clone, tree_equal, tree_leaves, tree_map
+from forge.pytree import tree_equal, tree_leaves, tree_map
 from forge.training.state import init_state
 
 
@@ -48,9 +48,13 @@ def _load(path, state):
     return load_checkpoint(path, tree_map(lambda leaf: leaf.to("meta"), state))
 
 
-def test_overwriting_the_state_after_the_call_does_not_change_what_is_written(saver, gate, tmp_path):
-    state = _state(1)
-    before = tree_clone(state)
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_overwriting_the_state_after_the_call_does_not_change_what_is_written(saver, gate, tmp_path, device):
+    state = tree_map(lambda leaf: leaf.to(device), _state(1))
+    before = tree_map(lambda leaf: leaf.to("cpu", copy=True), state)
     path = saver.save(tmp_path, state, config=JobConfig(), notes={"n": 1})
     assert gate.started.wait(20) and not list_checkpoints(tmp_path)
     for leaf in tree_leaves(state):

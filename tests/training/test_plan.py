@@ -185,6 +185,14 @@ def test_compiling_changes_no_planned_size():
     assert plan_run(_train(compile=True), tflops=1) == plan_run(JOB, tflops=1)
 
 
+def test_cuda_graphs_keep_the_gradients_as_the_passes_make_them_too():
+    graphs = {"compile": True, "cuda_graphs": True}
+    memory = plan_run(_train(precision="bf16", **graphs), tflops=1).memory
+    assert memory["bf16 gradients"] == memory["gradients"] // 2 > 0
+    for without in (graphs, {"precision": "bf16"}):
+        assert "bf16 gradients" not in plan_run(_train(**without), tflops=1).memory
+
+
 @pytest.mark.parametrize("backend", ["efficient", "cudnn"])
 def test_what_needs_cuda_is_planned_without_it(backend):
     gpu = _train(fp8=True, precision="bf16")
