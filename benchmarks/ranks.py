@@ -15,9 +15,6 @@ import torch.multiprocessing as mp
 
 from forge.errors import RunError
 
-PRELOADED = ["forge.training.entry", "torch.distributed.fsdp", "torch.distributed.pipelining", "pytest"]
-"""Imported once, by the process that ranks are forked from: an import in each rank takes longer than most runs."""
-
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """What `function(*args)` returns on each of `world_size` ranks, one thread each.
@@ -25,13 +22,12 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> l
     Raises:
         RunError: a rank failed.
     """
-    mp.set_forkserver_preload(PRELOADED)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.start_processes(_main, (world_size, port, folder, function, args), world_size, start_method="forkserver")
+            mp.spawn(_main, (world_size, port, folder, function, args), nprocs=world_size)
         except mp.ProcessRaisedException as failure:
             last = str(failure).strip().splitlines()[-1]
             raise RunError(f"{function.__name__} on {world_size} ranks failed: {last}") from failure
