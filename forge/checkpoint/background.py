@@ -92,7 +92,7 @@ def _on_host(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     copies = {name: torch.empty(p.shape, dtype=p.dtype, pin_memory=p.is_cuda) for name, p in parts.items()}
     for name, part in parts.items():
-        copies[name].copy_(part, non_blocking=part.is_cuda)
+        copies[name].copy_(part, non_blocking=True)
     if any(part.is_cuda for part in parts.values()):
         torch.cuda.current_stream().synchronize()
     return copies

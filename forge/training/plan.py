@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -89,12 +90,16 @@ def plan_run(config: JobConfig, *, tflops: float) -> Plan:
     state = template_state(config, parts, config.train.steps)
     learned = learned_names(config, state.params)
     trained = [state.params[name] for name in learned]
-    cast = runtime.compute_dtype if runtime.compute_dtype != runtime.param_dtype else None
+    casts = runtime.compute_dtype != runtime.param_dtype
+
+    def cast_bytes(tensors: Iterable[Tensor]) -> int:
+        return sum(tensor.numel() for tensor in tensors) * runtime.compute_dtype.itemsize if casts else 0
+
     memory = {
         "parameters": tree_bytes(state.params),
-        "their casts": sum(p.numel() * cast.itemsize for p in state.params.values()) if cast else 0,
+        "their casts": cast_bytes(state.params.values()),
         "gradients": _gradient_bytes(config, trained),
-        **({"bf16 gradients": sum(p.numel() * cast.itemsize for p in trained)} if cast and replayed else {}),
+        **({"bf16 gradients": cast_bytes(trained)} if casts and replayed else {}),
         "optimizer": tree_bytes(state.opt_state),
         **({"average": tree_bytes(state.extras["ema"])} if "ema" in state.extras else {}),
         "activations": activation_bytes(config, parts),

@@ -14,6 +14,7 @@ from forge.config import JobConfig
 from forge.errors import CheckpointError
 from forge.pytree import tree_equal, tree_leaves, tree_map
 from forge.training.state import init_state
+from tests.devices import DEVICES
 
 
 @pytest.fixture
@@ -48,10 +49,7 @@ def _load(path, state):
     return load_checkpoint(path, tree_map(lambda leaf: leaf.to("meta"), state))
 
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
-
-
-@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("device", DEVICES)
 def test_overwriting_the_state_after_the_call_does_not_change_what_is_written(saver, gate, tmp_path, device):
     state = tree_map(lambda leaf: leaf.to(device), _state(1))
     before = tree_map(lambda leaf: leaf.to("cpu", copy=True), state)

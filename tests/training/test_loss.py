@@ -16,6 +16,7 @@ from forge.training import fused_loss
 from forge.training.fused_loss import LossOptions, fused_losses, token_losses
 from forge.training.loss import build_eval_loss_fn, build_loss_fn, check_labels, cross_entropy
 from forge.training.state import IGNORE
+from tests.devices import DEVICES
 from tests.made import Made
 
 MODEL = ModelConfig(dim=8, n_layers=1, vocab_size=11, max_seq_len=64)
@@ -64,10 +65,7 @@ def test_fused_chunked_and_plain_agree_for_any_number_of_tokens(tokens, chunk, s
         torch.testing.assert_close(other_weight, grad_weight, rtol=1e-4, atol=1e-5)
 
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
-
-
-@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["fused", "chunked", "plain"])
 def test_bf16_inputs_keep_an_fp32_loss_and_gradients_of_their_own_dtype(kind, device):
     hidden, weight, labels = (tensor.to(device) for tensor in _inputs(9, 1))

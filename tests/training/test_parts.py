@@ -25,6 +25,7 @@ from forge.pytree import tree_equal, tree_flatten_named
 from forge.training.parts import build_parts, initial_state, step_for, template_state
 from forge.training.plan import plan_run
 from forge.training.runtime import build_runtime
+from tests.devices import needs_cuda
 
 MODEL = ModelConfig(dim=16, n_layers=2, n_heads=2, vocab_size=61, max_seq_len=16)
 JOB = JobConfig(
@@ -121,7 +122,7 @@ def test_cuda_graphs_are_refused_on_a_cpu_by_a_run_alone():
     assert plan_run(job, tflops=1.0).memory == plan_run(JOB, tflops=1.0).memory
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@needs_cuda
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_blocks_replayed_as_cuda_graphs_train_as_others_do(precision):
     train = evolve(JOB.train, device="cuda", precision=precision, micro_batch_size=1, compile=True)
